@@ -1,0 +1,196 @@
+"""What crosses between the API side and the engine: values only, nothing shared.
+
+The engine could run in a process of its own behind these messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lorad.adapter_ref import AdapterRef
+from lorad.errors import LoradError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Residency = Literal["disk", "loading", "host", "device", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Already validated: the server refuses bad values by name.
+
+    `temperature` 0 is greedy. `logprobs` is the number of alternatives to report per token
+    (0 = only the chosen token), or None for no log-probabilities at all.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = all tokens
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. `adapter` None is the base model."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: AdapterRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one generated token, and of its likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one request, as `AsyncEngine.generate` yields it.
+
+    `text` is the new text that is safe to show: bytes of an unfinished character and the
+    possible beginning of a stop string are held back until they are decided. `token_ids` and
+    `logprobs` are the new tokens. The last output has a `finish_reason`.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_tokens: int
+    completion_tokens: int  # so far
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+
+
+# --- API side -> engine -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """The client has gone: give its pages back. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Bring an adapter onto the device; answered by AdapterLoaded or CommandFailed."""
+
+    command_id: str
+    adapter: AdapterRef
+    pin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """Let running requests finish, then free the device pages and the host copy.
+
+    Answered by AdapterUnloaded, or by CommandFailed (`drain.timeout`) when requests are
+    still running after `drain_timeout` seconds; then nothing has changed.
+    """
+
+    command_id: str
+    adapter: AdapterRef
+    drain_timeout: float
+
+
+# --- engine -> API side -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One new token of one request, or its end. `error` goes with finish_reason "error"."""
+
+    request_id: str
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+    error: LoradError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    command_id: str
+    pages: int
+    bytes: int
+    seconds: float  # from the command to residency on the device
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnloaded:
+    command_id: str
+    freed_device_bytes: int
+    freed_host_bytes: int
+    drained_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFailed:
+    command_id: str
+    error: LoradError
+
+
+# --- what the engine tells about itself ---------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """Where one adapter's bytes are. `host_bytes` and `device_bytes` are 0 when not there."""
+
+    digest: str
+    residency: Residency
+    rank: int = 0
+    device_pages: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    pinned: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One engine step: which rows it ran for whom. The evidence for "in the same batch"."""
+
+    step: int
+    started_at: float  # seconds since the epoch
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    # Rows per adapter, by "tenant/name@version"; base rows under "base".
+    rows: dict[str, int] = field(default_factory=dict)
+    requests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine for `status`, `top` and metrics."""
+
+    steps: int
+    running: int
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+    total_pages: int
+    free_pages: int
+    kv_pages: int
+    adapter_pages: int
+    page_bytes: int
+    host_cache_bytes: int
+    adapters: tuple[AdapterState, ...] = ()
