@@ -1,0 +1,21 @@
+"""The `loractl` command: one file per command under loractl/commands/."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(
+    name="loractl",
+    help="Size, inspect and manage LoRA adapters and their versions.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
