@@ -106,6 +106,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "store.digest_mismatch": ErrorClass.INTERNAL,
     "store.unavailable": ErrorClass.INTERNAL,
     "engine.failed": ErrorClass.INTERNAL,
+    "engine.nonfinite_logits": ErrorClass.INTERNAL,
     "daemon.error": ErrorClass.INTERNAL,
     "daemon.version_mismatch": ErrorClass.INTERNAL,
 }

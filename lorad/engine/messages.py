@@ -89,11 +89,14 @@ class AbortRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Bring an adapter onto the device; answered by AdapterLoaded or CommandFailed."""
+    """Bring an adapter onto the device; answered by AdapterLoaded or CommandFailed.
+
+    `pin` True keeps it there, False lets it be evicted when idle, None leaves that as it is.
+    """
 
     command_id: str
     adapter: AdapterRef
-    pin: bool = False
+    pin: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,54 @@
+"""Which implementation serves a device, decided once per device type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lorad_kernels.ops import AttentionBatch, LoraFactors
+    from lorad_kernels.segments import LoraSegments
+
+
+class Implementation(Protocol):
+    """What every implementation module offers; see `ops` for shapes and formulas."""
+
+    def add_lora(
+        self,
+        y: Tensor,
+        x: Tensor,
+        slab: Tensor,
+        table: Sequence[Sequence[LoraFactors]],
+        slice_starts: Sequence[int],
+        segments: LoraSegments,
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor: ...
+
+
+def implementation(device: torch.device) -> Implementation:
+    return _for_type(device.type)
+
+
+@cache
+def _for_type(device_type: str) -> Implementation:
+    if device_type == "cpu":
+        from lorad_kernels import cpu
+
+        return cpu
+    from lorad_kernels import reference
+
+    return reference

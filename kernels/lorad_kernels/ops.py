@@ -1,0 +1,109 @@
+"""The public operations. They check shapes and call the implementation chosen for the device.
+
+Notation: T rows of a batch, `a(t)` the adapter of row t, s a slice of a fused projection
+(q|k|v, gate|up), r the adapter's own rank for that slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorad_kernels.auto import implementation
+from lorad_kernels.segments import LoraSegments
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFactors:
+    """Where one adapter's factors for one slice lie in the slab, in elements.
+
+    `A [rank, in]` starts at `a_offset`, `B [out, rank]` at `b_offset`, both row-major. Rank 0
+    means this adapter leaves the slice alone.
+    """
+
+    rank: int
+    scaling: float
+    a_offset: int
+    b_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which rows belong to which sequence, and where each sequence's K and V are.
+
+    Sequence i has rows `query_starts[i]:query_starts[i + 1]`. Its newest token is at position
+    `context_lens[i] - 1`, so its rows are the last ones of its context. `block_tables` is
+    `[sequences, blocks]` int64: pages in token order, padded with any page of the same
+    sequence. The first `num_decodes` sequences have exactly one row each.
+    """
+
+    query_starts: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    num_decodes: int
+    block_tables: Tensor
+    context_lens_device: Tensor  # [sequences] int64
+    kv_pages: Tensor  # [T] int64: the page that takes each row's K and V
+    kv_offsets: Tensor  # [T] int64: the row's place in that page
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    slab: Tensor,
+    table: Sequence[Sequence[LoraFactors]],
+    slice_starts: Sequence[int],
+    segments: LoraSegments,
+) -> None:
+    """`y[t, slice s] += scaling * (x[t] @ A[a(t), s].T) @ B[a(t), s].T`, in place.
+
+    y: `[T, out]`, the base projection's output. x: `[T, in]`, the same input. slab: 1-D, the
+    memory all factors lie in. table: `table[slot][s]` for the adapters of the step.
+    slice_starts: output column where each slice begins, and the end of the last one.
+    Rows outside every segment are not touched. Raises ValueError on shapes that do not fit.
+    """
+    _check(y.ndim == 2 and x.ndim == 2 and y.shape[0] == x.shape[0], "y and x must be [T, *]")
+    _check(slab.ndim == 1, "the slab must be one-dimensional")
+    _check(x.shape[0] == segments.num_rows, "segments are of another batch")
+    _check(slice_starts[-1] == y.shape[1], "slices do not cover the projection")
+    implementation(y.device).add_lora(y, x, slab, table, slice_starts, segments)
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch
+) -> None:
+    """Store the rows' K and V, each `[T, kv_heads, head_dim]`, where the batch says.
+
+    k_cache and v_cache are views `[pages, block_size, kv_heads, head_dim]` of the slab.
+    """
+    k_cache[batch.kv_pages, batch.kv_offsets] = k
+    v_cache[batch.kv_pages, batch.kv_offsets] = v
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of each row over its own sequence's pages: `[T, heads, head_dim]`.
+
+    q: `[T, heads, head_dim]`; k_cache, v_cache: `[pages, block_size, kv_heads, head_dim]`,
+    where heads is a multiple of kv_heads (grouped-query attention). The rows' own K and V must
+    already be written. With `sliding_window` w, a row at position p sees p-w+1 ... p.
+    """
+    _check(q.ndim == 3 and k_cache.ndim == 4, "q must be [T, heads, dim], caches 4-D")
+    _check(q.shape[1] % k_cache.shape[2] == 0, "heads must be a multiple of kv_heads")
+    return implementation(q.device).paged_attention(
+        q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window
+    )

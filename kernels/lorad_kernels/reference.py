@@ -1,0 +1,73 @@
+"""The oracle: plain torch, float32 inside, one sequence and one segment at a time.
+
+Written to be read and believed, not to be fast. Every other implementation is tested
+against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lorad_kernels.ops import AttentionBatch, LoraFactors
+    from lorad_kernels.segments import LoraSegments
+
+
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    slab: Tensor,
+    table: Sequence[Sequence[LoraFactors]],
+    slice_starts: Sequence[int],
+    segments: LoraSegments,
+) -> None:
+    width = x.shape[1]
+    for segment in segments.segments:
+        rows = slice(segment.start, segment.end)
+        for s, factors in enumerate(table[segment.slot]):
+            if factors.rank == 0:
+                continue
+            columns = slice(slice_starts[s], slice_starts[s + 1])
+            out_features = columns.stop - columns.start
+            a = _matrix(slab, factors.a_offset, factors.rank, width).float()
+            b = _matrix(slab, factors.b_offset, out_features, factors.rank).float()
+            delta = factors.scaling * ((x[rows].float() @ a.T) @ b.T)
+            y[rows, columns] = (y[rows, columns].float() + delta).to(y.dtype)
+
+
+def _matrix(slab: Tensor, offset: int, rows: int, columns: int) -> Tensor:
+    return slab[offset : offset + rows * columns].view(rows, columns)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    out = torch.empty_like(q)
+    groups = q.shape[1] // k_cache.shape[2]
+    for i, context in enumerate(batch.context_lens):
+        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        pages = batch.block_tables[i]
+        k = k_cache[pages].flatten(0, 1)[:context].float().repeat_interleave(groups, 1)
+        v = v_cache[pages].flatten(0, 1)[:context].float().repeat_interleave(groups, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
+        scores = scores.masked_fill(~visible(rows.stop - rows.start, context, sliding_window, q.device), -torch.inf)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+    return out
+
+
+def visible(queries: int, context: int, window: int | None, device: torch.device) -> Tensor:
+    """`[queries, context]` bool: which keys the last `queries` positions may look at."""
+    keys = torch.arange(context, device=device)
+    positions = torch.arange(context - queries, context, device=device)[:, None]
+    mask = keys <= positions
+    return mask if window is None else mask & (keys > positions - window)

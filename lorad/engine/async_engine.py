@@ -1,0 +1,236 @@
+"""The engine as the servers see it: async iterators in front, one engine thread behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from lorad.adapter_ref import AdapterRef
+from lorad.engine.detokenizer import Detokenizer
+from lorad.engine.engine import Engine, Message, Output
+from lorad.engine.messages import (
+    AbortRequest,
+    AdapterLoaded,
+    AdapterUnloaded,
+    CommandFailed,
+    EngineStats,
+    GenerationRequest,
+    LoadAdapter,
+    RequestOutput,
+    StepRecord,
+    TokenOutput,
+    UnloadAdapter,
+)
+from lorad.errors import LoradError
+from lorad.model.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+_STATS_INTERVAL = 0.05  # seconds between snapshots while the engine is busy
+_IDLE_POLL = 0.02  # seconds between looks at drains and loads when no message comes
+
+
+class AsyncEngine:
+    """Starts and stops the engine thread; every method is called on the event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: queue.SimpleQueue[Message | None],
+        tokenizer: Tokenizer,
+        *,
+        max_queued: int,
+    ) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._tokenizer = tokenizer
+        self._max_queued = max_queued
+        self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._commands: dict[str, asyncio.Future[AdapterLoaded | AdapterUnloaded]] = {}
+        self._stats = engine.stats()
+        self._accepting = True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="lorad-engine", daemon=True)
+
+    # --- life -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, drain_timeout: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for a while, then end the thread."""
+        self._accepting = False
+        deadline = time.monotonic() + drain_timeout
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        stopping = LoradError("daemon.stopping", "the daemon is stopping")
+        for request_id, stream in list(self._streams.items()):
+            stream.put_nowait(TokenOutput(request_id, None, None, "error", stopping))
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, 30)
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def accepting(self) -> bool:
+        return self._accepting
+
+    # --- requests -------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """The request's outputs as they come. Closing the iterator aborts the request.
+
+        Raises `queue.full` or `daemon.stopping` before the first output, and the adapter's or
+        the engine's error whenever it happens.
+        """
+        self._admit()
+        sampling, prompt = request.sampling, len(request.prompt_token_ids)
+        detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, sampling.stop)
+        stream: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        self._streams[request.request_id] = stream
+        self._inbox.put(request)
+        finished = False
+        count = 0
+        try:
+            while not finished:
+                output = await stream.get()
+                finished = output.finish_reason is not None
+                if output.error is not None:
+                    raise output.error
+                if output.token_id is None:
+                    continue
+                count += 1
+                text = detokenizer.push(output.token_id)
+                reason = output.finish_reason
+                stop_reason: str | int | None = detokenizer.stopped
+                if stop_reason is None and reason is not None:
+                    text += detokenizer.flush()
+                    stop_reason = detokenizer.stopped
+                if stop_reason is not None:
+                    reason = "stop"
+                elif output.token_id in sampling.stop_token_ids and reason == "stop":
+                    stop_reason = output.token_id
+                yield RequestOutput(
+                    request_id=request.request_id,
+                    text=text,
+                    token_ids=(output.token_id,),
+                    logprobs=(output.logprob,) if output.logprob else (),
+                    prompt_tokens=prompt,
+                    completion_tokens=count,
+                    finish_reason=reason,
+                    stop_reason=stop_reason,
+                )
+                if reason is not None:
+                    return
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                self._inbox.put(AbortRequest(request.request_id))
+
+    def _admit(self) -> None:
+        if not self._accepting:
+            raise LoradError("daemon.stopping", "the daemon is stopping")
+        if not self.healthy:
+            raise LoradError("engine.failed", "the engine thread has ended")
+        if len(self._streams) >= self._max_queued:
+            raise LoradError(
+                "queue.full",
+                f"{len(self._streams)} requests are running or waiting already",
+                hint="try again in a moment",
+                details={"limit": self._max_queued},
+            )
+
+    # --- adapters -------------------------------------------------------------------------
+
+    async def load_adapter(self, ref: AdapterRef, *, pin: bool | None = None) -> AdapterLoaded:
+        """Bring an adapter onto the device; returns at once when it is there already."""
+        result = await self._command(LoadAdapter(uuid.uuid4().hex, ref, pin))
+        if not isinstance(result, AdapterLoaded):
+            raise TypeError(f"unexpected answer {result}")
+        return result
+
+    async def unload_adapter(self, ref: AdapterRef, *, drain_timeout: float) -> AdapterUnloaded:
+        """Wait for the adapter's running requests, then free its pages and its host copy."""
+        result = await self._command(UnloadAdapter(uuid.uuid4().hex, ref, drain_timeout))
+        if not isinstance(result, AdapterUnloaded):
+            raise TypeError(f"unexpected answer {result}")
+        return result
+
+    async def _command(
+        self, command: LoadAdapter | UnloadAdapter
+    ) -> AdapterLoaded | AdapterUnloaded:
+        if not self.healthy:
+            raise LoradError("engine.failed", "the engine thread has ended")
+        future: asyncio.Future[AdapterLoaded | AdapterUnloaded]
+        future = asyncio.get_running_loop().create_future()
+        self._commands[command.command_id] = future
+        self._inbox.put(command)
+        try:
+            return await future
+        finally:
+            self._commands.pop(command.command_id, None)
+
+    # --- what it tells about itself -------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """The newest snapshot: at most 50 ms old while the engine is busy."""
+        return self._stats
+
+    def recent_steps(self, limit: int) -> list[StepRecord]:
+        """The newest steps, oldest first."""
+        return list(self._engine.records)[-limit:] if limit > 0 else []
+
+    # --- the engine thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        engine, published = self._engine, 0.0
+        worked = False
+        while True:
+            for message in self._receive(worked):
+                if message is None:
+                    return
+                engine.handle(message)
+            worked = engine.step()
+            outputs = engine.take_outputs()
+            now = time.monotonic()
+            if outputs and not all(isinstance(o, TokenOutput) for o in outputs):
+                published = 0.0  # an adapter moved: tell it together with the answer
+            if not worked or now - published > _STATS_INTERVAL:
+                self._stats = engine.stats()
+                published = now
+            if outputs and self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._dispatch, outputs)
+
+    def _receive(self, worked: bool) -> list[Message | None]:
+        """All messages that have come; waits for one when the last step had nothing to do."""
+        messages: list[Message | None] = []
+        try:
+            if not worked:
+                timeout = _IDLE_POLL if self._engine.waits else None
+                messages.append(self._inbox.get(timeout=timeout))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, TokenOutput):
+                if (stream := self._streams.get(output.request_id)) is not None:
+                    stream.put_nowait(output)
+                continue
+            future = self._commands.pop(output.command_id, None)
+            if future is None or future.done():
+                continue
+            if isinstance(output, CommandFailed):
+                future.set_exception(output.error)
+            else:
+                future.set_result(output)

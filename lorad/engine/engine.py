@@ -1,0 +1,225 @@
+"""The step loop: schedule, run, enter the results. Everything here runs on one thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from lorad.adapters.loader import LoadResult
+from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.messages import (
+    AbortRequest,
+    AdapterLoaded,
+    AdapterUnloaded,
+    CommandFailed,
+    EngineStats,
+    GenerationRequest,
+    LoadAdapter,
+    StepRecord,
+    TokenOutput,
+    UnloadAdapter,
+)
+from lorad.engine.model_runner import ModelRunner
+from lorad.engine.request import Sequence
+from lorad.engine.scheduler import ScheduledBatch, Scheduler
+from lorad.errors import LoradError
+from lorad.memory.page_pool import PagePool
+from lorad.memory.slab import Slab
+
+log = logging.getLogger(__name__)
+
+Message = GenerationRequest | AbortRequest | LoadAdapter | UnloadAdapter | LoadResult
+Output = TokenOutput | AdapterLoaded | AdapterUnloaded | CommandFailed
+
+STEPS_KEPT = 1024
+
+
+@dataclass(slots=True)
+class _PendingLoad:
+    command: LoadAdapter
+    started: float
+
+
+@dataclass(slots=True)
+class _PendingUnload:
+    command: UnloadAdapter
+    deadline: float
+    requests: int  # that were running when it began
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        adapters: AdapterTiers,
+        pool: PagePool,
+        slab: Slab,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._adapters = adapters
+        self._pool = pool
+        self._slab = slab
+        self._loads: list[_PendingLoad] = []
+        self._unloads: list[_PendingUnload] = []
+        self._outputs: list[Output] = []
+        self.records: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+
+    # --- what the loop calls --------------------------------------------------------------
+
+    def handle(self, message: Message) -> None:
+        match message:
+            case GenerationRequest():
+                self._scheduler.add(Sequence.from_request(message))
+            case AbortRequest():
+                self._scheduler.abort(message.request_id)
+            case LoadAdapter():
+                self._loads.append(_PendingLoad(message, time.monotonic()))
+            case UnloadAdapter():
+                self._begin_unload(message)
+            case LoadResult():
+                self._finish_load(message)
+
+    def step(self) -> bool:
+        """Run one batch, and whatever adapter commands can end now. False when there was none."""
+        self._progress_commands()
+        batch = self._scheduler.schedule()
+        self._outputs += self._scheduler.take_failures()
+        if not batch.items:
+            return False
+        started, clock = time.time(), time.perf_counter()
+        try:
+            sampled = self._runner.run(batch)
+        except Exception as error:
+            # The step's requests cannot be trusted any more; those that come later can.
+            log.exception("an engine step failed")
+            failed = LoradError("engine.failed", f"the engine failed in a step: {error}")
+            self._outputs += self._scheduler.fail_all(failed)
+            return True
+        self._outputs += self._scheduler.update(batch, sampled)
+        self._record(batch, started, time.perf_counter() - clock)
+        return True
+
+    def take_outputs(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def waits(self) -> bool:
+        """Whether something may go on without a new message: a queue, a load, a drain."""
+        return bool(self._scheduler.waiting or self._loads or self._unloads)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            steps=self._steps,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            total_pages=self._pool.num_pages,
+            free_pages=self._pool.free_pages,
+            kv_pages=self._pool.kv_pages,
+            adapter_pages=self._pool.adapter_pages,
+            page_bytes=self._slab.page_bytes,
+            host_cache_bytes=self._adapters.host_bytes,
+            adapters=self._adapters.states(
+                scheduler.running_by_adapter(), scheduler.waiting_by_adapter()
+            ),
+        )
+
+    # --- adapter commands -----------------------------------------------------------------
+
+    def _begin_unload(self, command: UnloadAdapter) -> None:
+        digest = command.adapter.digest
+        self._scheduler.held.add(digest)
+        running = self._scheduler.running_by_adapter().get(digest, 0)
+        deadline = time.monotonic() + command.drain_timeout
+        self._unloads.append(_PendingUnload(command, deadline, running))
+
+    def _finish_load(self, result: LoadResult) -> None:
+        self._adapters.finish_load(result)
+        if result.error is None:
+            return
+        digest = result.ref.digest
+        self._outputs += self._scheduler.fail_waiting(digest, result.error)
+        for pending in [p for p in self._loads if p.command.adapter.digest == digest]:
+            self._loads.remove(pending)
+            self._outputs.append(CommandFailed(pending.command.command_id, result.error))
+
+    def _progress_commands(self) -> None:
+        for load in list(self._loads):
+            if (output := self._try_load(load)) is not None:
+                self._loads.remove(load)
+                self._outputs.append(output)
+        for unload in list(self._unloads):
+            if (answer := self._try_unload(unload)) is not None:
+                self._unloads.remove(unload)
+                self._scheduler.held.discard(unload.command.adapter.digest)
+                self._outputs.append(answer)
+
+    def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
+        command = load.command
+        if command.adapter.digest in self._scheduler.held:
+            return None
+        readiness = self._adapters.prepare(command.adapter)
+        if readiness == "no_room" and not self._scheduler.running:
+            error = LoradError(
+                "memory.no_capacity",
+                f"{command.adapter} does not fit into the device's pages",
+                hint="raise memory.slab_bytes, or unpin adapters",
+            )
+            return CommandFailed(command.command_id, error)
+        resident = self._adapters.get(command.adapter.digest)
+        if resident is None:
+            return None
+        if command.pin is not None:
+            self._adapters.pin(resident.digest, command.pin)
+        seconds = time.monotonic() - load.started
+        return AdapterLoaded(
+            command.command_id, resident.num_pages, resident.layout.nbytes, seconds
+        )
+
+    def _try_unload(self, unload: _PendingUnload) -> AdapterUnloaded | CommandFailed | None:
+        command = unload.command
+        digest = command.adapter.digest
+        busy = self._scheduler.running_by_adapter().get(digest, 0)
+        if not busy and not self._adapters.is_loading(digest):
+            device, host = self._adapters.drop(digest)
+            return AdapterUnloaded(command.command_id, device, host, unload.requests)
+        if time.monotonic() < unload.deadline:
+            return None
+        error = LoradError(
+            "drain.timeout",
+            f"{busy} requests still use {command.adapter} after {command.drain_timeout:g} s",
+            hint="try again with a longer --drain-timeout; nothing has been unloaded",
+            details={"running": busy},
+        )
+        return CommandFailed(command.command_id, error)
+
+    # --- books ----------------------------------------------------------------------------
+
+    def _record(self, batch: ScheduledBatch, started: float, seconds: float) -> None:
+        rows: Counter[str] = Counter()
+        prompt = 0
+        for item in batch.items:
+            rows[item.sequence.label] += item.count
+            prompt += max(0, min(item.start + item.count, item.sequence.prompt_length) - item.start)
+        self._steps += 1
+        self._prompt_tokens += prompt
+        self._generated_tokens += len(batch.sampled)
+        self.records.append(
+            StepRecord(
+                step=self._steps,
+                started_at=started,
+                seconds=seconds,
+                prefill_tokens=prompt,
+                decode_tokens=sum(rows.values()) - prompt,
+                rows=dict(rows),
+                requests=tuple(item.sequence.request_id for item in batch.items),
+            )
+        )

@@ -1,0 +1,86 @@
+"""Turns a scheduled batch into tensors, runs the decoder, and samples. Holds no policy."""
+
+from __future__ import annotations
+
+import torch
+from lorad_kernels import AttentionBatch, group_rows
+
+from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.sampler import Sampled, sample
+from lorad.engine.scheduler import ScheduledBatch, ScheduledSequence
+from lorad.memory.slab import Slab
+from lorad.model.decoder import Decoder, KVCacheViews
+from lorad.model.forward_batch import ForwardBatch, LoraBatch
+
+
+class ModelRunner:
+    def __init__(self, decoder: Decoder, slab: Slab, adapters: AdapterTiers) -> None:
+        self._decoder = decoder
+        self._slab = slab
+        self._adapters = adapters
+        self._kv = KVCacheViews(*slab.kv_views(decoder.config.shape))
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch) -> list[Sampled]:
+        """One result per item of `batch.sampled`, in that order."""
+        logits = self._decoder.forward(self._forward_batch(batch), self._kv)
+        return sample(logits, [item.sequence for item in batch.sampled])
+
+    def _forward_batch(self, batch: ScheduledBatch) -> ForwardBatch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        logits_rows: list[int] = []
+        for item in batch.items:
+            end = item.start + item.count
+            token_ids += item.sequence.tokens[item.start : end]
+            positions += range(item.start, end)
+            if item.samples:
+                logits_rows.append(len(token_ids) - 1)
+        return ForwardBatch(
+            token_ids=self._tensor(token_ids),
+            positions=self._tensor(positions),
+            attention=self._attention(batch.items, positions),
+            logits_rows=self._tensor(logits_rows),
+            lora=self._lora(batch.items),
+        )
+
+    def _attention(
+        self, items: tuple[ScheduledSequence, ...], positions: list[int]
+    ) -> AttentionBatch:
+        size = self._slab.block_size
+        tables = [item.sequence.block_table for item in items]
+        longest = max(map(len, tables))
+        padded = [table + table[:1] * (longest - len(table)) for table in tables]
+        starts = [0]
+        pages: list[int] = []
+        for item in items:
+            starts.append(starts[-1] + item.count)
+            table = item.sequence.block_table
+            pages += [table[p // size] for p in range(item.start, item.start + item.count)]
+        context_lens = tuple(item.start + item.count for item in items)
+        return AttentionBatch(
+            query_starts=tuple(starts),
+            context_lens=context_lens,
+            num_decodes=sum(item.count == 1 for item in items),
+            block_tables=self._tensor(padded),
+            context_lens_device=self._tensor(context_lens),
+            kv_pages=self._tensor(pages),
+            kv_offsets=self._tensor([p % size for p in positions]),
+        )
+
+    def _lora(self, items: tuple[ScheduledSequence, ...]) -> LoraBatch | None:
+        digests = list(dict.fromkeys(i.sequence.digest for i in items if i.sequence.digest))
+        if not digests:
+            return None
+        adapters = [self._adapters.get(digest) for digest in digests]
+        if None in adapters:
+            raise RuntimeError("a running adapter is not on the device")
+        slots = {digest: slot for slot, digest in enumerate(digests)}
+        segments = group_rows(
+            [slots[i.sequence.digest] if i.sequence.digest else None for i in items],
+            [i.count for i in items],
+        )
+        return LoraBatch(self._slab.data, tuple(a.factors for a in adapters if a), segments)
+
+    def _tensor(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._decoder.device)

@@ -1,0 +1,285 @@
+"""Decides which tokens run in the next step. Touches no tensor.
+
+Continuous batching (Orca, Yu et al., OSDI 2022) with chunked prefill (Sarathi-Serve, Agrawal
+et al., OSDI 2024): one token budget is spent on running sequences first, then on waiting ones.
+A request whose adapter is not on the device waits alone; those behind it go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.messages import TokenOutput
+from lorad.engine.request import Sequence
+from lorad.engine.sampler import Sampled
+from lorad.errors import LoradError
+from lorad.memory.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one step and the queues may hold. `adapter_wait` is in seconds."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_loras: int
+    max_model_len: int
+    adapter_wait: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute tokens `start : start + count` of a sequence, and sample if that is its end."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """The work of one step: sequences with one row first, each part ordered by adapter."""
+
+    items: tuple[ScheduledSequence, ...]
+
+    @property
+    def sampled(self) -> list[ScheduledSequence]:
+        return [item for item in self.items if item.samples]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv_cache: KVCache,
+        adapters: AdapterTiers,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._limits = limits
+        self._kv = kv_cache
+        self._adapters = adapters
+        self._eos = eos_token_ids
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        # Adapters being unloaded: their requests wait until that is over.
+        self.held: set[str] = set()
+        self._failures: list[TokenOutput] = []
+
+    # --- queues ---------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its pages are free at once."""
+        for sequence in self.running:
+            if sequence.request_id == request_id:
+                self._retire(sequence)
+                return
+        self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
+
+    def fail_waiting(self, digest: str, error: LoradError) -> list[TokenOutput]:
+        """End the waiting requests of an adapter that cannot be had."""
+        failed = [s for s in self.waiting if s.digest == digest]
+        self.waiting = deque(s for s in self.waiting if s.digest != digest)
+        return [_failure(sequence, error) for sequence in failed]
+
+    def fail_all(self, error: LoradError) -> list[TokenOutput]:
+        outputs = [_failure(s, error) for s in (*self.running, *self.waiting)]
+        for sequence in list(self.running):
+            self._retire(sequence)
+        self.waiting.clear()
+        return outputs
+
+    def running_by_adapter(self) -> dict[str, int]:
+        return Counter(s.digest for s in self.running if s.digest)
+
+    def waiting_by_adapter(self) -> dict[str, int]:
+        return Counter(s.digest for s in self.waiting if s.digest)
+
+    # --- one step -------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step's work. Requests that can never run are ended: `take_failures`."""
+        items = list(self._continue_running())
+        items += self._admit_waiting(
+            self._limits.max_num_batched_tokens - sum(item.count for item in items)
+        )
+        if not items and not self.running and not self._adapters.any_loading:
+            self._fail_unplaceable()
+        items.sort(key=lambda item: (item.count > 1, item.sequence.digest or ""))
+        return ScheduledBatch(tuple(items))
+
+    def take_failures(self) -> list[TokenOutput]:
+        """Requests that scheduling ended since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def update(self, batch: ScheduledBatch, sampled: list[Sampled]) -> list[TokenOutput]:
+        """Enter what the step computed; returns the new tokens and the ends."""
+        for item in batch.items:
+            item.sequence.num_computed = item.start + item.count
+        return [
+            self._enter(item.sequence, result)
+            for item, result in zip(batch.sampled, sampled, strict=True)
+        ]
+
+    # --- inside a step --------------------------------------------------------------------
+
+    def _continue_running(self) -> Iterator[ScheduledSequence]:
+        budget = self._limits.max_num_batched_tokens
+        for sequence in list(self.running):
+            if budget <= 0:
+                return
+            if sequence not in self.running:  # preempted for an older one in this pass
+                continue
+            count = min(sequence.num_pending, budget)
+            if self._make_room(sequence, count):
+                yield ScheduledSequence(sequence, sequence.num_computed, count)
+                budget -= count
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Pages for the next `count` tokens; idle adapters go first, then the newest sequence."""
+        while not self._kv.grow(sequence.block_table, sequence.num_computed + count):
+            if self._adapters.evict_idle():
+                continue
+            newest = self.running[-1]
+            if newest is sequence and len(self.running) == 1:
+                self._retire(sequence)
+                self._failures.append(_failure(sequence, _no_room()))
+                return False
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _fail_unplaceable(self) -> None:
+        """Nothing runs and nothing loads, yet the oldest request has no room: it never will."""
+        for sequence in self.waiting:
+            if sequence.digest not in self.held:
+                self.waiting.remove(sequence)
+                self._failures.append(_failure(sequence, _no_room()))
+                return
+
+    def _admit_waiting(self, budget: int) -> list[ScheduledSequence]:
+        admitted: list[ScheduledSequence] = []
+        wanted = set(self.running_by_adapter())  # running, or on their way for this queue
+        draining = self._draining_adapter()
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self._limits.max_num_seqs:
+                break
+            if not self._adapter_ready(sequence, wanted, draining):
+                continue
+            count = min(sequence.num_pending, budget)
+            if not self._kv_for_new(sequence, count):
+                break  # later, smaller ones must not starve this one of pages
+            self._start(sequence)
+            admitted.append(ScheduledSequence(sequence, sequence.num_computed, count))
+            budget -= count
+        return admitted
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        if sequence.digest:
+            self._adapters.acquire(sequence.digest)
+
+    def _adapter_ready(self, sequence: Sequence, wanted: set[str], draining: str | None) -> bool:
+        """Whether the adapter is on the device; if not, and a place is left, sends for it."""
+        ref = sequence.request.adapter
+        if ref is None:
+            return True
+        if ref.digest in self.held or ref.digest == draining:
+            return False
+        if ref.digest not in wanted and len(wanted) >= self._limits.max_loras:
+            return False
+        wanted.add(ref.digest)
+        return self._adapters.prepare(ref) == "ready"
+
+    def _draining_adapter(self) -> str | None:
+        """The running adapter that takes no new requests, so that an old waiter gets its place.
+
+        Bounds the wait for any adapter when `max_loras` is full: after `adapter_wait` seconds
+        the adapter with the fewest tokens left runs dry.
+        """
+        active = self.running_by_adapter()
+        if len(active) < self._limits.max_loras:
+            return None
+        now = time.monotonic()
+        blocked = any(
+            s.digest and s.digest not in active and now - s.arrived_at > self._limits.adapter_wait
+            for s in self.waiting
+        )
+        if not blocked:
+            return None
+        left: Counter[str] = Counter()
+        for sequence in self.running:
+            if sequence.digest:
+                left[sequence.digest] = max(left[sequence.digest], sequence.tokens_left)
+        return min(left, key=lambda digest: left[digest])
+
+    def _kv_for_new(self, sequence: Sequence, count: int) -> bool:
+        """Pages for a first chunk; takes idle adapters' pages, but never a running sequence's."""
+        while not self._kv.grow(sequence.block_table, count):
+            # The sequence's own adapter is idle until it is acquired: keep it.
+            if not self._evict_other(sequence.digest):
+                return False
+        return True
+
+    def _evict_other(self, digest: str | None) -> bool:
+        if digest is None:
+            return self._adapters.evict_idle()
+        self._adapters.acquire(digest)
+        try:
+            return self._adapters.evict_idle()
+        finally:
+            self._adapters.release(digest)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give up a sequence's pages; it is recomputed, tokens kept, when there is room."""
+        self._retire(sequence)
+        sequence.num_computed = 0
+        self.waiting.appendleft(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._kv.release(sequence.block_table)
+        if sequence.digest:
+            self._adapters.release(sequence.digest)
+
+    def _enter(self, sequence: Sequence, result: Sampled) -> TokenOutput:
+        if result.token_id is None:
+            self._retire(sequence)
+            return _failure(
+                sequence,
+                LoradError(
+                    "engine.nonfinite_logits",
+                    f"{sequence.label} computed NaN or infinity for this request",
+                    hint="the adapter's weights are too large for the serving dtype",
+                ),
+            )
+        sequence.tokens.append(result.token_id)
+        reason = sequence.finish_reason(self._eos, self._limits.max_model_len)
+        if reason is not None:
+            self._retire(sequence)
+        return TokenOutput(sequence.request_id, result.token_id, result.logprob, reason)
+
+
+def _no_room() -> LoradError:
+    return LoradError(
+        "memory.no_capacity",
+        "the request and its adapter do not fit into the device's pages",
+        hint="raise memory.slab_bytes, unpin adapters, or ask for fewer tokens",
+    )
+
+
+def _failure(sequence: Sequence, error: LoradError) -> TokenOutput:
+    return TokenOutput(sequence.request_id, None, finish_reason="error", error=error)

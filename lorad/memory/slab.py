@@ -1,0 +1,55 @@
+"""The one block of device memory that holds K and V and the resident adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorad.sizing.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """`num_pages` equal pages in one 1-D tensor; a page is one KV block over all layers."""
+
+    data: Tensor  # [num_pages * page_elements], serving dtype
+    num_pages: int
+    page_elements: int
+    block_size: int  # tokens per page
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_elements * self.data.element_size()
+
+    @classmethod
+    def allocate(
+        cls,
+        shape: ModelShape,
+        num_pages: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Slab:
+        page_elements = block_size * shape.kv_elements_per_token
+        data = torch.empty(num_pages * page_elements, dtype=dtype, device=device)
+        return cls(data, num_pages, page_elements, block_size)
+
+    def kv_views(self, shape: ModelShape) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Per layer K and V, each `[pages, block_size, kv_heads, head_dim]`, without a copy."""
+        blocks = self.data.view(
+            self.num_pages,
+            shape.num_layers,
+            2,
+            self.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+        )
+        layers = range(shape.num_layers)
+        return tuple(blocks[:, i, 0] for i in layers), tuple(blocks[:, i, 1] for i in layers)
+
+    def clear_page(self, page: int) -> None:
+        """Zero a page, so that no earlier bytes (another adapter's, or NaN) can be read as KV."""
+        start = page * self.page_elements
+        self.data[start : start + self.page_elements].zero_()
