@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from lorad.errors import LoradError
 from lorad.model.token_bytes import token_decoding
@@ -46,8 +45,7 @@ class Tokenizer:
         backend = _read_backend(path / "tokenizer.json")
         config = _read_tokenizer_config(path)
         named = _named_tokens(config)
-        _mark_special(backend, [*named.values(), *_extra_tokens(config)])
-        _set_bos_and_eos(backend, config, named)
+        _mark_special(backend, named.values())
         return cls(
             backend,
             special_tokens=named,
@@ -65,7 +63,11 @@ class Tokenizer:
         return self.backend.token_to_id(bos) if bos else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. A rendered chat template has its special tokens already."""
+        """Token ids of `text`. A rendered chat template has its special tokens already.
+
+        Whether special tokens such as `<s>` are added is for tokenizer.json alone to say, as in
+        transformers 5: `add_bos_token` of tokenizer_config.json is for models without that file.
+        """
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -157,41 +159,12 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in found.items() if text is not None}
 
 
-def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    values = extra.values() if isinstance(extra, dict) else extra
-    return [text for text in map(_content, values) if text is not None]
-
-
-def _mark_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
+def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
     """Mark tokens as special. One that the vocabulary lacks is left out: it has no embedding."""
     known = [token for token in tokens if backend.token_to_id(token) is not None]
     backend.add_special_tokens(
         [tokenizers.AddedToken(token, special=True, normalized=False) for token in known]
     )
-
-
-def _set_bos_and_eos(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]
-) -> None:
-    """`add_bos_token` and `add_eos_token`, when given, replace the file's post-processor."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = _token_to_add(backend, named.get("bos_token"), config.get("add_bos_token"))
-    eos = _token_to_add(backend, named.get("eos_token"), config.get("add_eos_token"))
-    template = [*bos, ("$A", 0), *eos]
-    backend.post_processor = TemplateProcessing(
-        single=" ".join(f"{token}:0" for token, _ in template),
-        pair=" ".join(f"{token}:0" for token, _ in template) + " $B:1",
-        special_tokens=[*bos, *eos],
-    )
-
-
-def _token_to_add(
-    backend: tokenizers.Tokenizer, token: str | None, wanted: Any
-) -> list[tuple[str, int]]:
-    index = backend.token_to_id(token) if token and wanted else None
-    return [] if token is None or index is None else [(token, index)]
 
 
 def _eos_ids(path: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> set[int]:
