@@ -49,6 +49,7 @@ class ModelShape:
     vocab_size: int
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     max_position_embeddings: int = 0
 
@@ -60,6 +61,15 @@ class ModelShape:
     def kv_size(self) -> int:
         """Outputs of k_proj, and of v_proj: with grouped-query attention fewer than q_size."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def biased_leaves(self) -> tuple[str, ...]:
+        """The linears that have a bias; Qwen2 has none on o_proj."""
+        leaves: tuple[str, ...] = ()
+        if self.attention_bias:
+            leaves += ("q_proj", "k_proj", "v_proj")
+            leaves += () if self.model_type == "qwen2" else ("o_proj",)
+        return leaves + (("gate_proj", "up_proj", "down_proj") if self.mlp_bias else ())
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -117,8 +127,9 @@ class ModelShape:
             )
         hidden = _size(config, "hidden_size", where)
         heads = _size(config, "num_attention_heads", where)
-        # head_dim is not hidden/heads in every model (Qwen3-0.6B: 128 against 64).
-        head_dim = _size(config, "head_dim", where, default=hidden // heads)
+        # head_dim is not hidden/heads in every model: Qwen3's is 128 unless the config says.
+        usual = 128 if model_type == "qwen3" else hidden // heads
+        head_dim = _size(config, "head_dim", where, default=usual)
         return cls(
             model_type=model_type,
             hidden_size=hidden,
@@ -130,6 +141,7 @@ class ModelShape:
             vocab_size=_size(config, "vocab_size", where),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
+            mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=model_type == "qwen3",
             max_position_embeddings=_size(config, "max_position_embeddings", where, default=2048),
         )
