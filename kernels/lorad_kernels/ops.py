@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lorad_kernels.auto import implementation
@@ -76,9 +75,7 @@ def add_lora(
     implementation(y.device).add_lora(y, x, slab, table, slice_starts, segments)
 
 
-def write_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch
-) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
     """Store the rows' K and V, each `[T, kv_heads, head_dim]`, where the batch says.
 
     k_cache and v_cache are views `[pages, block_size, kv_heads, head_dim]` of the slab.

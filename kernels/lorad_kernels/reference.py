@@ -60,7 +60,9 @@ def paged_attention(
         k = k_cache[pages].flatten(0, 1)[:context].float().repeat_interleave(groups, 1)
         v = v_cache[pages].flatten(0, 1)[:context].float().repeat_interleave(groups, 1)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
-        scores = scores.masked_fill(~visible(rows.stop - rows.start, context, sliding_window, q.device), -torch.inf)
+        scores = scores.masked_fill(
+            ~visible(rows.stop - rows.start, context, sliding_window, q.device), -torch.inf
+        )
         out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
     return out
 

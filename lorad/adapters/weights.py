@@ -74,5 +74,3 @@ def _copy(data: Tensor, offset: int, tensor: Tensor, name: str) -> None:
             hint="the training run diverged; push an earlier checkpoint",
             details={"tensor": name},
         )
-
-

@@ -59,7 +59,9 @@ class Sequence:
     def tokens_left(self) -> int:
         return self.request.sampling.max_tokens - self.num_output
 
-    def finish_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
+    def finish_reason(
+        self, eos_token_ids: frozenset[int], max_model_len: int
+    ) -> FinishReason | None:
         """Whether the newest token ends the sequence."""
         sampling, last = self.request.sampling, self.tokens[-1]
         if last in sampling.stop_token_ids or (not sampling.ignore_eos and last in eos_token_ids):

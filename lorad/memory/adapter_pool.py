@@ -112,9 +112,7 @@ class AdapterPool:
         adapter.last_used = self._clock
 
 
-def _absolute(
-    layout: AdapterLayout, start: int
-) -> tuple[tuple[tuple[LoraFactors, ...], ...], ...]:
+def _absolute(layout: AdapterLayout, start: int) -> tuple[tuple[tuple[LoraFactors, ...], ...], ...]:
     """The layout's offsets, shifted to where the adapter lies in the slab."""
     return tuple(
         tuple(

@@ -38,7 +38,7 @@ class Checkpoint:
         """The tensor, checked against the shape config.json promises."""
         if name not in self._where:
             raise _bad(f"{self._directory} has no tensor {name}")
-        tensor = self._where[name].get_tensor(name)
+        tensor: Tensor = self._where[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise _bad(f"{name} has shape {list(tensor.shape)}, config.json says {list(shape)}")
         self._left.discard(name)

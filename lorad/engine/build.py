@@ -1,0 +1,193 @@
+"""Puts an engine together from a model directory: weights, slab, tiers, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lorad.adapter_ref import AdapterRef
+from lorad.adapters.host_cache import HostCache
+from lorad.adapters.loader import AdapterLoader
+from lorad.adapters.weights import AdapterWeights
+from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.engine import Engine, Message
+from lorad.engine.model_runner import ModelRunner
+from lorad.engine.scheduler import Scheduler, SchedulerLimits
+from lorad.errors import LoradError
+from lorad.memory.adapter_pool import AdapterPool
+from lorad.memory.kv_cache import KVCache
+from lorad.memory.page_pool import PagePool
+from lorad.memory.slab import Slab
+from lorad.model.config import ModelConfig
+from lorad.model.decoder import Decoder
+from lorad.model.loader import load_decoder
+from lorad.sizing.memory_plan import page_bytes, plan_slab
+from lorad.sizing.model_shape import ModelShape, read_config
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# What the step needs beside weights and slab on CUDA, until it is measured: activations of a
+# full step, the logits, and the libraries' workspaces.
+_CUDA_SCRATCH = 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Everything an engine is built from. Sizes in bytes; 0 means "decide from the machine"."""
+
+    model_dir: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_loras: int = 32
+    max_cpu_loras: int = 256
+    adapter_wait: float = 5.0
+    threads: int = 0
+    slab_bytes: int = 0
+    gpu_memory_utilization: float = 0.9
+    block_size: int = 16
+    host_cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, ready to step, and what its owner needs to know of it."""
+
+    engine: Engine
+    inbox: queue.SimpleQueue[Message | None]
+    loader: AdapterLoader
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+
+
+# Reads one adapter version from the store: (reference, base shape, serving dtype) -> weights.
+ReadAdapter = Callable[[AdapterRef, ModelShape, torch.dtype], AdapterWeights]
+
+
+def build_engine(
+    options: EngineOptions,
+    read_adapter: ReadAdapter,
+    eos_token_ids: frozenset[int],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> BuiltEngine:
+    """Load the model and allocate the slab. Raises `model.*` or `memory.no_capacity`."""
+    config = ModelConfig.from_config(read_config(options.model_dir))
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    max_model_len = _max_model_len(options, config)
+    decoder = load_decoder(
+        options.model_dir,
+        config,
+        dtype=dtype,
+        device=device,
+        max_positions=max_model_len,
+        progress=progress,
+    )
+    slab = _allocate_slab(options, config, dtype, device, max_model_len)
+    inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    loader = AdapterLoader(lambda ref: read_adapter(ref, config.shape, dtype), inbox.put)
+    loader.start()
+    engine = _assemble(options, decoder, slab, loader, eos_token_ids, max_model_len)
+    return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
+
+
+def _assemble(
+    options: EngineOptions,
+    decoder: Decoder,
+    slab: Slab,
+    loader: AdapterLoader,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+) -> Engine:
+    pool = PagePool(slab.num_pages)
+    host = HostCache(options.max_cpu_loras, options.host_cache_bytes or free_host_bytes() // 4)
+    tiers = AdapterTiers(AdapterPool(pool, slab), host, loader.load)
+    limits = SchedulerLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_loras=options.max_loras,
+        max_model_len=max_model_len,
+        adapter_wait=options.adapter_wait,
+    )
+    scheduler = Scheduler(limits, KVCache(pool, slab), tiers, eos_token_ids)
+    return Engine(scheduler, ModelRunner(decoder, slab, tiers), tiers, pool, slab)
+
+
+def choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise LoradError(
+            "config.invalid",
+            "--device cuda was asked for, but torch sees no CUDA device",
+            hint="check nvidia-smi and that torch is a CUDA build, or use --device cpu",
+        )
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def choose_dtype(wanted: str, config: ModelConfig) -> torch.dtype:
+    name = config.dtype if wanted == "auto" else wanted
+    if name not in DTYPES:
+        raise LoradError(
+            "model.unsupported",
+            f"the checkpoint's dtype is {name}",
+            hint="serve it with --dtype bfloat16",
+        )
+    return DTYPES[name]
+
+
+def free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
+    own = config.shape.max_position_embeddings
+    if options.max_model_len > own:
+        raise LoradError(
+            "config.invalid",
+            f"max_model_len {options.max_model_len} is above the model's own {own}",
+            hint="positions beyond those the model was trained on give garbage",
+        )
+    return options.max_model_len or own
+
+
+def _allocate_slab(
+    options: EngineOptions,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> Slab:
+    nbytes = page_bytes(config.shape, options.block_size, dtype.itemsize)
+    pages = plan_slab(options.slab_bytes or _free_device_bytes(options, device), nbytes)
+    needed = -(-max_model_len // options.block_size)
+    if pages < needed:
+        raise LoradError(
+            "memory.no_capacity",
+            f"the slab has {pages} pages, one request of {max_model_len} tokens needs {needed}",
+            hint=f"lower model.max_model_len, or set memory.slab_bytes to at least {needed * nbytes}",
+            details={"pages": pages, "needed": needed, "page_bytes": nbytes},
+        )
+    log.info("slab: %d pages of %d bytes on %s", pages, nbytes, device)
+    return Slab.allocate(config.shape, pages, options.block_size, dtype, device)
+
+
+def _free_device_bytes(options: EngineOptions, device: torch.device) -> int:
+    if device.type != "cuda":
+        return free_host_bytes() // 4
+    free, total = torch.cuda.mem_get_info(device)
+    taken = total - free
+    return max(0, int(total * options.gpu_memory_utilization) - taken - _CUDA_SCRATCH)
