@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from loractl.commands.inspect import inspect
+
 app = typer.Typer(
     name="loractl",
     help="Size, inspect and manage LoRA adapters and their versions.",
@@ -11,6 +13,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(inspect)
+
+
+@app.callback()
+def loractl() -> None:
+    """Keeps `loractl` a group of commands, however many there are."""
 
 
 def main() -> None:

@@ -89,6 +89,11 @@ def base_linears(shape: ModelShape | None) -> _Base:
     )
 
 
+def modules_present(shape: ModelShape) -> int:
+    """How many linears of the base model an adapter can adapt."""
+    return shape.num_layers * len(base_linears(shape).linears)
+
+
 @dataclass(slots=True)
 class _Pair:
     """Both factors of one module, while they are being collected."""
