@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from loractl.commands.inspect import inspect
+from loractl.commands.resize import resize
 
 app = typer.Typer(
     name="loractl",
@@ -14,6 +15,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(inspect)
+app.command()(resize)
 
 
 @app.callback()
