@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from loractl.commands.plan import plan
+from loractl.commands.inspect import inspect
+from loractl.commands.resize import resize
 
 app = typer.Typer(
     name="loractl",
@@ -14,6 +16,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(plan)
+app.command()(inspect)
+app.command()(resize)
 
 
 @app.callback()
