@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from loractl.commands.inspect import inspect
 from loractl.commands.plan import plan
 
 app = typer.Typer(
@@ -13,6 +14,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(inspect)
 app.command()(plan)
 
 
