@@ -125,29 +125,32 @@ class ModelShape:
                 f"{where} has no model_type",
                 hint="point at the config.json of a Hugging Face causal language model",
             )
-        hidden = _size(config, "hidden_size", where)
-        heads = _size(config, "num_attention_heads", where)
+        hidden = config_size(config, "hidden_size", where)
+        heads = config_size(config, "num_attention_heads", where)
         # head_dim is not hidden/heads in every model: Qwen3's is 128 unless the config says.
         usual = 128 if model_type == "qwen3" else hidden // heads
-        head_dim = _size(config, "head_dim", where, default=usual)
+        head_dim = config_size(config, "head_dim", where, default=usual)
         return cls(
             model_type=model_type,
             hidden_size=hidden,
-            num_layers=_size(config, "num_hidden_layers", where),
+            num_layers=config_size(config, "num_hidden_layers", where),
             num_heads=heads,
-            num_kv_heads=_size(config, "num_key_value_heads", where, default=heads),
+            num_kv_heads=config_size(config, "num_key_value_heads", where, default=heads),
             head_dim=head_dim,
-            intermediate_size=_size(config, "intermediate_size", where),
-            vocab_size=_size(config, "vocab_size", where),
+            intermediate_size=config_size(config, "intermediate_size", where),
+            vocab_size=config_size(config, "vocab_size", where),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
             mlp_bias=bool(config.get("mlp_bias", False)),
             qk_norm=model_type == "qwen3",
-            max_position_embeddings=_size(config, "max_position_embeddings", where, default=2048),
+            max_position_embeddings=config_size(
+                config, "max_position_embeddings", where, default=2048
+            ),
         )
 
 
-def _size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+def config_size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """A positive whole number of the config; raises `model.invalid` naming the key."""
     value = config.get(key)
     if value is None and default is not None:
         value = default
