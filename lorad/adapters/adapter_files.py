@@ -1,0 +1,163 @@
+"""The two files of an adapter directory, opened so that nothing else can be read by them.
+
+Both are opened relative to the directory's own descriptor, without following a symbolic link
+and without blocking on a pipe, and looked at only after that.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from lorad.adapters.peft_config import MAX_CONFIG_BYTES
+from lorad.adapters.safetensors_header import LENGTH_BYTES, corrupt, header_length
+from lorad.errors import LoradError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_LISTED = 1000  # a directory with more files is not searched for hints
+
+
+@contextmanager
+def open_adapter_file(directory: Path, name: str) -> Iterator[BinaryIO]:
+    """Open `name` inside `directory` for reading; a regular file, or an error.
+
+    Raises `path.not_found`, `path.permission`, `adapter.config_missing`,
+    `adapter.weights_missing` or `adapter.unsafe_format`.
+    """
+    with _directory(directory) as folder:
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(name, flags, dir_fd=folder)
+        except FileNotFoundError:
+            raise _missing(directory, folder, name) from None
+        except PermissionError:
+            raise _unreadable(directory / name) from None
+        except OSError as error:  # ELOOP: a symbolic link; ENXIO: a socket
+            raise _not_a_file(name, error.strerror) from None
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _not_a_file(name, "a directory, pipe or device")
+            yield file
+
+
+@contextmanager
+def _directory(directory: Path) -> Iterator[int]:
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise LoradError(
+            "path.not_found",
+            f"there is no directory {directory}",
+            hint=f"give the directory that holds {CONFIG_FILE} and {WEIGHTS_FILE}",
+            details={"path": str(directory)},
+        ) from None
+    except PermissionError:
+        raise _unreadable(directory) from None
+    except (NotADirectoryError, OSError, ValueError) as error:
+        raise LoradError(
+            "path.not_found",
+            f"{directory} is not a directory that can be read ({error})",
+            hint=f"give the directory that holds {CONFIG_FILE} and {WEIGHTS_FILE}",
+            details={"path": str(directory)},
+        ) from None
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _unreadable(path: Path) -> LoradError:
+    return LoradError(
+        "path.permission",
+        f"{path} cannot be read: permission denied",
+        hint="give this user read access to the directory and its files",
+        details={"path": str(path)},
+    )
+
+
+def _not_a_file(name: str, what: str | None) -> LoradError:
+    return LoradError(
+        "adapter.unsafe_format",
+        f"{name} is not a regular file ({what})",
+        hint="links are not followed; copy the directory with `cp -rL` first",
+        details={"file": name},
+    )
+
+
+def _missing(directory: Path, folder: int, name: str) -> LoradError:
+    if name == CONFIG_FILE:
+        return LoradError(
+            "adapter.config_missing",
+            f"{directory} has no {CONFIG_FILE}",
+            hint="give the directory that PEFT's save_pretrained wrote",
+            details={"path": str(directory)},
+        )
+    others = _other_weight_files(folder)
+    pickles = [other for other in others if other.endswith(_PICKLE_ENDINGS)]
+    if pickles:
+        return LoradError(
+            "adapter.unsafe_format",
+            f"the weights are in {pickles[0]}, a pickle, which can run code when it is opened",
+            hint="convert it to safetensors: load it with PEFT where you trust it, and save again",
+            details={"files": pickles},
+        )
+    found = f" (there is {', '.join(others)})" if others else ""
+    return LoradError(
+        "adapter.weights_missing",
+        f"{directory} has no {WEIGHTS_FILE}{found}",
+        hint="give the directory that PEFT's save_pretrained wrote",
+        details={"path": str(directory), "files": others},
+    )
+
+
+def _other_weight_files(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        names = [entry.name for _, entry in zip(range(_MAX_LISTED), entries, strict=False)]
+    endings = (*_PICKLE_ENDINGS, ".safetensors", ".safetensors.index.json", ".gguf")
+    return sorted(name[:100] for name in names if name.endswith(endings))[:10]
+
+
+def read_config_file(directory: Path) -> bytes:
+    """adapter_config.json, at most 1 MiB of it."""
+    with open_adapter_file(directory, CONFIG_FILE) as file:
+        text = read_exactly(file, min(file_size(file), MAX_CONFIG_BYTES + 1))
+    check_config_size(len(text))
+    return text
+
+
+def check_config_size(size: int) -> None:
+    if size > MAX_CONFIG_BYTES:
+        raise LoradError(
+            "adapter.too_large",
+            f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes",
+            hint="it must be the file PEFT's save_pretrained writes",
+            details={"limit": MAX_CONFIG_BYTES},
+        )
+
+
+def read_header(file: BinaryIO) -> tuple[bytes, int]:
+    """(header JSON, bytes of the whole file) of an open safetensors file."""
+    file_bytes = file_size(file)
+    length = header_length(read_exactly(file, min(LENGTH_BYTES, file_bytes)), file_bytes)
+    return read_exactly(file, length), file_bytes
+
+
+def file_size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def read_exactly(file: BinaryIO, count: int) -> bytes:
+    """`count` bytes from an unbuffered file; a file that ends before is corrupt."""
+    chunks = bytearray()
+    while len(chunks) < count:
+        chunk = file.read(count - len(chunks))
+        if not chunk:
+            raise corrupt(f"the file ended {count - len(chunks)} bytes early: it is being written")
+        chunks += chunk
+    return bytes(chunks)
