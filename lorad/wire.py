@@ -64,6 +64,11 @@ class ResidencyInfo(TypedDict):
     error: str
 
 
+class WarningInfo(TypedDict):
+    code: str
+    message: str
+
+
 class VersionInfo(TypedDict):
     version: str
     digest: str
@@ -76,7 +81,7 @@ class VersionInfo(TypedDict):
     targets: list[str]
     bytes: int  # of both files
     trained_on: str
-    warnings: list[str]
+    warnings: list[WarningInfo]
     message: str
     created_at: float
     created_by: WhoInfo

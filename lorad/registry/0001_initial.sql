@@ -30,7 +30,7 @@ CREATE TABLE versions (
     max_rank        INTEGER NOT NULL,
     modules         INTEGER NOT NULL,
     targets         TEXT NOT NULL,  -- JSON array of linear names
-    warnings        TEXT NOT NULL,  -- JSON array of sentences
+    warnings        TEXT NOT NULL,  -- JSON array of [code, sentence]
     trained_on      TEXT NOT NULL,  -- base_model_name_or_path of the adapter's own config
     message         TEXT NOT NULL,
     created_at      REAL NOT NULL,

@@ -6,10 +6,9 @@ import json
 import sqlite3
 import time
 
-from lorad.adapter_ref import AdapterName
 from lorad.registry import rows
-from lorad.registry.push import Content, Decision, label_number, new_version
-from lorad.registry.records import LIVE, Action, Adapter, Who
+from lorad.registry.push import Decision, Incoming, label_number, new_version
+from lorad.registry.records import LIVE, Action, Adapter, Version, Who
 
 
 def record(
@@ -43,26 +42,16 @@ def record(
     )
 
 
-def record_push(
-    db: sqlite3.Connection,
-    base_model: str,
-    content: Content,
-    decision: Decision,
-    who: Who,
-    message: str,
-) -> None:
+def record_push(db: sqlite3.Connection, incoming: Incoming, decision: Decision) -> None:
     """Write a new version, or bring a failed or retired one back, with its event."""
-    key = _adapter_key(db, base_model, content.name)
+    key = _adapter_key(db, incoming)
     if decision.outcome == "restored":
-        _restore(db, key, content, decision.label)
-        record(db, key, Action.RESTORE, who, message, None, decision.label)
-        return
-    _insert(db, key, content, decision.label, who, message)
-    db.execute(
-        "UPDATE adapters SET next_number = max(next_number, ?) WHERE id = ?",
-        (label_number(decision.label) + 1, key),
-    )
-    record(db, key, Action.PUSH, who, message, None, decision.label)
+        _restore(db, key, incoming, decision.label)
+        action = Action.RESTORE
+    else:
+        _insert(db, key, new_version(incoming, decision.label))
+        action = Action.PUSH
+    record(db, key, action, incoming.who, incoming.message, None, decision.label)
 
 
 def move_live(db: sqlite3.Connection, key: int, adapter: Adapter, label: str | None) -> int:
@@ -108,7 +97,8 @@ def mark_recovered(db: sqlite3.Connection, key: int, label: str) -> None:
     record(db, key, Action.RECOVER, Who.daemon(), "", None, label)
 
 
-def _adapter_key(db: sqlite3.Connection, base_model: str, name: AdapterName) -> int:
+def _adapter_key(db: sqlite3.Connection, incoming: Incoming) -> int:
+    base_model, name = incoming.base_model, incoming.name
     db.execute(
         "INSERT OR IGNORE INTO adapters (base_model, tenant, name, created_at) VALUES (?, ?, ?, ?)",
         (base_model, name.tenant, name.name, time.time()),
@@ -116,37 +106,38 @@ def _adapter_key(db: sqlite3.Connection, base_model: str, name: AdapterName) -> 
     return rows.key(db, base_model, name)
 
 
-def _restore(db: sqlite3.Connection, key: int, content: Content, label: str) -> None:
+def _restore(db: sqlite3.Connection, key: int, incoming: Incoming, label: str) -> None:
     """The sizes are taken anew: equal content may be spaced differently in its JSON."""
     db.execute(
         "UPDATE versions SET state = 'available', failure = '', config_bytes = ?,"
         " weights_bytes = ? WHERE adapter_id = ? AND label = ?",
-        (*content.sizes, key, label),
+        (*incoming.sizes, key, label),
     )
 
 
-def _insert(
-    db: sqlite3.Connection, key: int, content: Content, label: str, who: Who, message: str
-) -> None:
-    version = new_version(content, label, who, message)
+def _insert(db: sqlite3.Connection, key: int, version: Version) -> None:
     values = {
         "adapter_id": key,
-        "label": label,
-        "digest": content.digest,
+        "label": version.label,
+        "digest": version.ref.digest,
         "state": version.state,
         "config_bytes": version.config_bytes,
         "weights_bytes": version.weights_bytes,
         "max_rank": version.rank,
         "modules": version.modules,
         "targets": json.dumps(version.targets),
-        "warnings": json.dumps(version.warnings),
+        "warnings": json.dumps([(w.code, w.message) for w in version.warnings]),
         "trained_on": version.trained_on,
-        "message": message,
+        "message": version.message,
         "created_at": version.created_at,
-        "created_uid": who.uid,
-        "created_pid": who.pid,
+        "created_uid": version.created_by.uid,
+        "created_pid": version.created_by.pid,
     }
     marks = ", ".join("?" * len(values))
     db.execute(
         f"INSERT INTO versions ({', '.join(values)}) VALUES ({marks})", tuple(values.values())
+    )
+    db.execute(
+        "UPDATE adapters SET next_number = max(next_number, ?) WHERE id = ?",
+        (label_number(version.label) + 1, key),
     )

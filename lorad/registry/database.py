@@ -63,9 +63,12 @@ class Database:
                 raise
 
     def close(self) -> None:
+        """Also lets another process in. A second call does nothing."""
         with self.lock:
-            self._connection.close()
-            os.close(self._directory)
+            if self._directory >= 0:
+                self._connection.close()
+                os.close(self._directory)
+                self._directory = -1
 
 
 def _lock_directory(descriptor: int, state: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,20 +13,23 @@ from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.adapters.peft_format import PeftAdapter
 from lorad.errors import LoradError
 from lorad.registry import rows
-from lorad.registry.records import Version, VersionState, Who
+from lorad.registry.records import Version, VersionState, Warned, Who
 
 _NUMBERED = re.compile(r"v([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class Incoming:
     """A checked adapter that is to become a version of `name`."""
 
+    base_model: str
     name: AdapterName
     label: str | None  # None: the next free one
     digest: str
     checked: PeftAdapter
     sizes: tuple[int, int]  # bytes of the configuration and of the weights
+    who: Who
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +44,60 @@ def label_number(label: str) -> int:
     return int(match[1]) if match else 0
 
 
-def decide(db: sqlite3.Connection, base_model: str, content: Content) -> Decision:
+def decide(db: sqlite3.Connection, incoming: Incoming) -> Decision:
     """Raises `version.exists` when the label, or the content, belongs to another version."""
-    key = rows.adapter_id(db, base_model, content.name)
+    key = rows.adapter_id(db, incoming.base_model, incoming.name)
     if key is None:
-        return Decision("created", content.label or "v1")
-    same = rows.version_by(db, key, digest=content.digest)
+        return Decision("created", incoming.label or "v1")
+    same = rows.version_by(db, key, digest=incoming.digest)
     if same is not None:
-        return _seen_before(content, same["label"], same["state"])
-    if content.label is None:
+        return _seen_before(incoming, same["label"], same["state"])
+    if incoming.label is None:
         return Decision("created", _next_label(db, key))
-    if rows.version_by(db, key, label=content.label) is not None:
-        raise _exists(content, content.label, "with other content, and versions never change")
-    return Decision("created", content.label)
+    if rows.version_by(db, key, label=incoming.label) is not None:
+        raise _exists(incoming, incoming.label, "with other content, and versions never change")
+    return Decision("created", incoming.label)
 
 
-def new_version(content: Content, label: str, who: Who, message: str) -> Version:
-    checked = content.checked
+def new_version(incoming: Incoming, label: str) -> Version:
+    checked = incoming.checked
     return Version(
-        ref=AdapterRef(content.name, label, content.digest),
+        ref=AdapterRef(incoming.name, label, incoming.digest),
         state=VersionState.AVAILABLE,
         failure="",
         pinned=False,
-        config_bytes=content.sizes[0],
-        weights_bytes=content.sizes[1],
+        config_bytes=incoming.sizes[0],
+        weights_bytes=incoming.sizes[1],
         rank=checked.max_rank,
         modules=len(checked.modules),
         targets=tuple(checked.targets),
-        warnings=tuple(checked.warnings),
+        warnings=tuple(_warnings(checked, incoming.base_model)),
         trained_on=checked.base_model_name or "",
-        message=message,
+        message=incoming.message,
         created_at=time.time(),
-        created_by=who,
+        created_by=incoming.who,
     )
 
 
-def _seen_before(content: Content, label: str, state: str) -> Decision:
-    if content.label not in (None, label):
-        raise _exists(content, label, f"with this very content; it cannot be {content.label} too")
+def _warnings(checked: PeftAdapter, base_model: str) -> Iterator[Warned]:
+    for finding in checked.warnings:
+        yield Warned(finding.code, finding.message)
+    trained_on = checked.base_model_name
+    if trained_on and _last_part(trained_on) != _last_part(base_model):
+        yield Warned(
+            "base_name_differs",
+            f"it was trained on {trained_on[:200]!r}; the base is {base_model!r}",
+        )
+
+
+def _last_part(model: str) -> str:
+    """`org/Name` on the hub and `/models/name` on a disk are most likely the same model."""
+    return model.rstrip("/").rpartition("/")[2].lower()
+
+
+def _seen_before(incoming: Incoming, label: str, state: str) -> Decision:
+    if incoming.label not in (None, label):
+        raise _exists(incoming, label, f"with this very content; it cannot be {incoming.label} too")
     return Decision("unchanged" if state == VersionState.AVAILABLE else "restored", label)
 
 
@@ -86,10 +106,10 @@ def _next_label(db: sqlite3.Connection, key: int) -> str:
     return f"v{row['next_number']}"
 
 
-def _exists(content: Content, label: str, how: str) -> LoradError:
+def _exists(incoming: Incoming, label: str, how: str) -> LoradError:
     return LoradError(
         "version.exists",
-        f"{content.name} already has a version {label} {how}",
+        f"{incoming.name} already has a version {label} {how}",
         hint="leave the version out to take the next free one",
-        details={"adapter": str(content.name), "version": label},
+        details={"adapter": str(incoming.name), "version": label},
     )

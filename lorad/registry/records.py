@@ -48,6 +48,14 @@ class Who:
 
 
 @dataclass(frozen=True, slots=True)
+class Warned:
+    """Something worth knowing about an adapter that is served nevertheless."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Version:
     """One immutable version. `rank` is the largest of its modules; sizes are bytes on disk."""
 
@@ -60,7 +68,7 @@ class Version:
     rank: int
     modules: int
     targets: tuple[str, ...]
-    warnings: tuple[str, ...]
+    warnings: tuple[Warned, ...]
     trained_on: str
     message: str
     created_at: float  # seconds since the epoch

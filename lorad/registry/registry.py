@@ -16,7 +16,7 @@ from lorad.errors import LoradError
 from lorad.registry import changes, rows
 from lorad.registry.catalog import Catalog, version_failed
 from lorad.registry.database import Database
-from lorad.registry.push import Content, decide, new_version
+from lorad.registry.push import Incoming, decide, new_version
 from lorad.registry.reconcile import content_failure, reconcile, refuse_lost_database
 from lorad.registry.records import (
     Action,
@@ -188,35 +188,40 @@ class Registry:
         """
         try:
             self.check_name(name)
-            content = self._content(staged, name, label)
+            checked = self._check(staged)
+            incoming = Incoming(
+                base_model=self.base_model,
+                name=name,
+                label=label,
+                digest=adapter_digest(staged),
+                checked=checked,
+                sizes=file_sizes(staged),
+                who=who,
+                message=message,
+            )
             with self._database.lock:
-                return self._store_content(staged, content, who, message, dry_run)
+                return self._take_in(staged, incoming, dry_run)
         finally:
             self._store.discard(staged)
 
-    def _content(self, staged: Path, name: AdapterName, label: str | None) -> Content:
-        checked = self._check(staged)
-        return Content(name, label, adapter_digest(staged), checked, file_sizes(staged))
-
-    def _store_content(
-        self, staged: Path, content: Content, who: Who, message: str, dry_run: bool
-    ) -> Pushed:
+    def _take_in(self, staged: Path, incoming: Incoming, dry_run: bool) -> Pushed:
         with self._database.reading() as db:
-            decision = decide(db, self.base_model, content)
+            decision = decide(db, incoming)
+        name, label = incoming.name, decision.label
         if decision.outcome == "unchanged":
-            return Pushed("unchanged", self.version(content.name, decision.label))
+            return Pushed("unchanged", self.version(name, label))
         if dry_run:
-            return Pushed(decision.outcome, new_version(content, decision.label, who, message))
+            return Pushed(decision.outcome, new_version(incoming, label))
         try:
             with self._database.transaction() as db:
-                changes.record_push(db, self.base_model, content, decision, who, message)
-                self._store.publish(staged, content.name, decision.label)
+                changes.record_push(db, incoming, decision)
+                self._store.publish(staged, name, label)
         except BaseException:
             with suppress(LoradError):  # what is left, the next start removes
-                self._store.remove(content.name, decision.label)
+                self._store.remove(name, label)
             raise
-        self._refresh(content.name)
-        return Pushed(decision.outcome, self.version(content.name, decision.label))
+        self._refresh(name)
+        return Pushed(decision.outcome, self.version(name, label))
 
     # --- moving the live pointer -------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import sqlite3
 
 from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.registry.catalog import no_adapter
-from lorad.registry.records import LIVE, Action, Adapter, Event, Version, VersionState, Who
+from lorad.registry.records import LIVE, Action, Adapter, Event, Version, VersionState, Warned, Who
 
 
 def adapter_id(db: sqlite3.Connection, base_model: str, name: AdapterName) -> int | None:
@@ -102,7 +102,7 @@ def _version(row: sqlite3.Row) -> Version:
         rank=row["max_rank"],
         modules=row["modules"],
         targets=tuple(json.loads(row["targets"])),
-        warnings=tuple(json.loads(row["warnings"])),
+        warnings=tuple(Warned(*pair) for pair in json.loads(row["warnings"])),
         trained_on=row["trained_on"],
         message=row["message"],
         created_at=row["created_at"],
