@@ -86,6 +86,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "version.exists": ErrorClass.CONFLICT,
     "version.live": ErrorClass.CONFLICT,
     "version.failed": ErrorClass.CONFLICT,
+    "version.pinned": ErrorClass.CONFLICT,
     "generation.changed": ErrorClass.CONFLICT,
     "rollback.no_previous": ErrorClass.CONFLICT,
     "upload.incomplete": ErrorClass.CONFLICT,
