@@ -42,6 +42,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "name.reserved": ErrorClass.USAGE,
     "request.invalid": ErrorClass.USAGE,
     "request.too_large": ErrorClass.USAGE,
+    "request.context_length": ErrorClass.USAGE,
     "config.invalid": ErrorClass.USAGE,
     "config.unknown_key": ErrorClass.USAGE,
     "model.invalid": ErrorClass.USAGE,
@@ -95,6 +96,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     # Who may do what, and what there is room for.
     "socket.permission": ErrorClass.PERMISSION,
     "path.permission": ErrorClass.PERMISSION,
+    "auth.invalid_key": ErrorClass.PERMISSION,
     "memory.no_capacity": ErrorClass.NO_CAPACITY,
     "queue.full": ErrorClass.NO_CAPACITY,
     "store.no_space": ErrorClass.NO_CAPACITY,

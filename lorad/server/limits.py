@@ -1,0 +1,20 @@
+"""Bounds on one request to the public port."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The first two are the model's, the others protect the daemon from a single request."""
+
+    max_model_len: int  # tokens of prompt and answer together
+    vocab_size: int  # rows of the embedding: every token id is below it
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 128  # prompts x n
+    max_messages: int = 4096
+    max_stop: int = 16
+    max_stop_chars: int = 1024
+    max_logit_bias: int = 1024
+    max_logprobs: int = 20
