@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from loractl.commands.plan import plan
 from loractl.commands.inspect import inspect
+from loractl.commands.plan import plan
 from loractl.commands.resize import resize
-from loractl.commands.inspect import inspect
-from loractl.commands.plan import plan
 
 app = typer.Typer(
     name="loractl",
@@ -20,8 +18,6 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(inspect)
 app.command()(resize)
-app.command()(inspect)
-app.command()(plan)
 
 
 @app.callback()

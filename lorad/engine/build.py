@@ -178,7 +178,7 @@ def _allocate_slab(
         raise LoradError(
             "memory.no_capacity",
             f"the slab has {pages} pages, one request of {max_model_len} tokens needs {needed}",
-            hint=f"lower model.max_model_len, or set memory.slab_bytes to at least {needed * nbytes}",
+            hint=f"lower model.max_model_len, or set memory.slab_bytes to {needed * nbytes}",
             details={"pages": pages, "needed": needed, "page_bytes": nbytes},
         )
     log.info("slab: %d pages of %d bytes on %s", pages, nbytes, device)
