@@ -1,22 +1,212 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share: the demo model, tiny random models, real engines."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+# Before torch is imported: two OpenMP pools on two cores stall each other.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a script by its path; the scripts of this project are no packages."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The directory of SmolLM2-135M-Instruct in the user's cache, made by the first test run."""
-    spec = importlib.util.spec_from_file_location("demo_model", ROOT / "examples/demo_model.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    directory = module.ensure_demo_model()
+    directory = load_script(ROOT / "examples/demo_model.py").ensure_demo_model()
     assert isinstance(directory, Path)
     return directory
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+FAMILIES = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+
+
+def _tiny_config(family: str):
+    import transformers
+
+    common = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 112,
+        "vocab_size": 256,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    if family == "llama":
+        return transformers.LlamaConfig(**common, attention_bias=True, mlp_bias=True)
+    if family == "llama3-rope":
+        scaling = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        return transformers.LlamaConfig(**common, rope_parameters=scaling)
+    if family == "mistral":
+        # A window shorter than the tests' prompts, so that it matters.
+        return transformers.MistralConfig(**common, sliding_window=12, head_dim=16)
+    if family == "qwen2":
+        return transformers.Qwen2Config(**{**common, "tie_word_embeddings": True})
+    # head_dim is not hidden/heads here, as in the real Qwen3-0.6B.
+    return transformers.Qwen3Config(**common, head_dim=32)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> directory of a tiny random model of it (float32), made once."""
+    import torch
+    import transformers
+
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            torch.manual_seed(FAMILIES.index(family))
+            model = transformers.AutoModelForCausalLM.from_config(_tiny_config(family))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    # Random norms and biases too: at their initial 1 and 0 they test nothing.
+                    spread = 0.3 if "norm" in name or name.endswith("bias") else 0.15
+                    parameter.add_(torch.randn_like(parameter) * spread)
+            made[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_adapter() -> Callable[..., Path]:
+    """Writes a PEFT adapter with random A and B, as PEFT itself saves it."""
+    import torch
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    def make(
+        model_dir: Path,
+        output: Path,
+        rank: int,
+        targets: tuple[str, ...],
+        *,
+        seed: int = 0,
+        strength: float = 0.5,
+        **config: object,
+    ) -> Path:
+        torch.manual_seed(seed)
+        base = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+        settings = {"lora_alpha": 2 * rank, "target_modules": list(targets), **config}
+        model = get_peft_model(base, LoraConfig(r=rank, **settings))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=strength / rank**0.5)
+        model.save_pretrained(output)
+        return output
+
+    return make
+
+
+@dataclass
+class SyncEngine:
+    """A real engine, stepped by the test itself; adapters are read from plain directories."""
+
+    built: object
+    adapters: dict[str, Path]
+
+    def ref(self, name: str):
+        from lorad.adapter_ref import AdapterName, AdapterRef
+
+        return AdapterRef(AdapterName.parse(name), "v1", f"sha256:{name}")
+
+    def add(self, request_id: str, prompt, adapter: str | None = None, **sampling) -> None:
+        from lorad.engine.messages import GenerationRequest, SamplingParams
+
+        params = SamplingParams(
+            **{"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling}
+        )
+        ref = self.ref(adapter) if adapter else None
+        self.built.engine.handle(GenerationRequest(request_id, tuple(prompt), params, ref))
+
+    def run(self) -> dict[str, list]:
+        """Step until nothing is left; outputs by request id, other answers under their id."""
+        import queue
+
+        engine, outputs = self.built.engine, {}
+        while True:
+            worked = engine.step()
+            for output in engine.take_outputs():
+                key = getattr(output, "request_id", None) or output.command_id
+                outputs.setdefault(key, []).append(output)
+            if worked:
+                continue
+            try:
+                engine.handle(self.built.inbox.get(timeout=10 if engine.waits else 0.01))
+            except queue.Empty:
+                assert not engine.waits, "the engine waits for something that never comes"
+                return outputs
+
+    def generate(self, rows: list[tuple[list[int], str | None]], **sampling) -> list[list[int]]:
+        """Greedy tokens of all (prompt, adapter) rows, run together in one batch."""
+        for i, (prompt, adapter) in enumerate(rows):
+            self.add(str(i), prompt, adapter, **sampling)
+        outputs = self.run()
+        for answer in outputs.values():
+            for output in answer:
+                if output.error is not None:
+                    raise output.error
+        return [[output.token_id for output in outputs[str(i)]] for i in range(len(rows))]
+
+
+@pytest.fixture
+def sync_engine() -> Iterator[Callable[..., SyncEngine]]:
+    """Builds engines over a model directory and adapter directories {name: path}."""
+    import torch
+
+    from lorad.adapters.peft_format import read_adapter
+    from lorad.adapters.weights import read_weights
+    from lorad.engine.build import EngineOptions, build_engine
+
+    torch.set_num_threads(2)
+    loaders = []
+
+    def build(model_dir: Path, adapters: dict[str, Path] | None = None, **options) -> SyncEngine:
+        known = adapters or {}
+
+        def read(ref, shape, dtype):
+            adapter = read_adapter(known[ref.name.name], shape)
+            return read_weights(adapter, ref.digest, shape, dtype)
+
+        settings = {"device": "cpu", "slab_bytes": 2**26, **options}
+        built = build_engine(EngineOptions(model_dir, **settings), read, frozenset({2}))
+        loaders.append(built.loader)
+        return SyncEngine(built, known)
+
+    yield build
+    for loader in loaders:
+        loader.stop()
