@@ -89,11 +89,7 @@ def test_demo_model_with_its_adapters(demo_model, sync_engine):
     assert set(adapters) == {"json", "pirate-v1", "pirate-v2"}
     # Real words: " the quick brown ..." would do, but ids spread over the vocabulary test more.
     names = [*adapters, None]
-    rows = [
-        (prompt, name)
-        for name in names
-        for prompt in prompts(2, 49000, seed=len(name or ""))
-    ]
+    rows = [(prompt, name) for name in names for prompt in prompts(2, 49000, seed=len(name or ""))]
     expected = oracle(demo_model, adapters, rows, new_tokens=24)
     engine = sync_engine(demo_model, adapters, dtype="float32", slab_bytes=2**28)
     assert engine.generate(rows, max_tokens=24) == expected

@@ -1,0 +1,325 @@
+"""Composition root: builds every part from the configuration and runs them to the end.
+
+The only file that may import everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from lorad.adapter_ref import DEFAULT_TENANT, AdapterRef
+from lorad.adapters.peft_format import PeftAdapter, read_adapter
+from lorad.adapters.weights import AdapterWeights, read_weights
+from lorad.config import Config
+from lorad.engine.async_engine import AsyncEngine
+from lorad.engine.build import BuiltEngine, EngineOptions, build_engine
+from lorad.engine.messages import GenerationRequest, SamplingParams
+from lorad.errors import LoradError
+from lorad.model.chat_template import ChatTemplate
+from lorad.model.hub import model_directory
+from lorad.model.tokenizer import Tokenizer
+from lorad.paths import socket_path, state_dir
+from lorad.registry.registry import Registry
+from lorad.server.admin import build_admin_app
+from lorad.server.admin_transport import admin_server_config
+from lorad.server.app import build_public_app
+from lorad.server.engine_metrics import metrics_source
+from lorad.server.limits import Limits
+from lorad.sizing.model_shape import ModelShape, read_config
+from lorad.sockets import AdminSocket
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the ready line tells."""
+
+    url: str
+    socket: Path
+    base_model: str
+    device: str
+    dtype: str
+    pages: int
+    page_bytes: int
+    max_model_len: int
+    seconds: float
+
+
+def run(config: Config, announce: Callable[[Ready], None], progress: Progress) -> None:
+    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start."""
+    asyncio.run(_serve(config, announce, progress))
+
+
+async def _serve(config: Config, announce: Callable[[Ready], None], progress: Progress) -> None:
+    started = time.monotonic()
+    # The cheap things that can fail come before the model is read.
+    with (
+        AdminSocket(
+            socket_path(config.admin.socket or None), group=config.admin.group or None
+        ) as admin,
+        _listen(config.server.host, config.server.port) as public,
+    ):
+        keys = read_api_keys(Path(config.server.api_keys)) if config.server.api_keys else {}
+        directory = model_directory(config.model.path)
+        base_model = config.model.name or _base_name(config.model.path)
+        tokenizer = Tokenizer.from_dir(directory)
+        shape = ModelShape.from_config(read_config(directory), str(directory / "config.json"))
+        with _open_registry(config, base_model, shape) as registry:
+            built = build_engine(
+                _engine_options(config, directory),
+                _reader(registry, shape),
+                tokenizer.eos_token_ids,
+                progress,
+            )
+            async with _running_engine(config, built, tokenizer) as engine:
+                stop = asyncio.Event()
+                metrics = metrics_source(engine.stats)
+                public_app = build_public_app(
+                    base_model=base_model,
+                    engine=engine,
+                    registry=registry,
+                    tokenizer=tokenizer,
+                    chat_template=ChatTemplate.from_dir(directory, tokenizer.special_tokens),
+                    limits=Limits(built.max_model_len, shape.vocab_size),
+                    api_keys=keys,
+                    metrics_text=metrics,
+                    trouble=lambda: _trouble(engine),
+                )
+                admin_app = build_admin_app(
+                    registry,
+                    engine,
+                    config=dict(config.items()),
+                    shutdown=stop.set,
+                    metrics=metrics,
+                    admin_gid=admin.gid,
+                )
+                servers = [
+                    (_Server(_public_config(public_app)), public),
+                    (_Server(admin_server_config(admin_app)), admin.socket),
+                ]
+                async with _serving(servers), _signals(stop):
+                    await _warm_up(engine, registry, tokenizer)
+                    announce(_ready(public, admin, base_model, built, engine, started))
+                    await stop.wait()
+                    log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
+                    await engine.stop(config.server.drain_timeout)
+                log.info("stopped")
+
+
+# --- parts --------------------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """Two servers share one loop; signals are the daemon's, not theirs."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _public_config(app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _serving(servers: list[tuple[_Server, socket.socket]]) -> AsyncIterator[None]:
+    """Both servers, until the body is done."""
+    tasks = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in servers]
+    try:
+        while not all(server.started for server, _ in servers):
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise LoradError("daemon.error", "a server ended while it started")
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _signals(stop: asyncio.Event) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterator[Registry]:
+    def check(directory: Path) -> PeftAdapter:
+        return read_adapter(directory, shape, max_lora_rank=config.engine.max_lora_rank)
+
+    state = Path(config.registry.path).expanduser() if config.registry.path else state_dir()
+    registry = Registry.open(state, base_model, check)
+    try:
+        yield registry
+    finally:
+        registry.close()
+
+
+@contextlib.asynccontextmanager
+async def _running_engine(
+    config: Config, built: BuiltEngine, tokenizer: Tokenizer
+) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=config.engine.max_queued)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        built.loader.stop()
+
+
+def _reader(
+    registry: Registry, shape: ModelShape
+) -> Callable[[AdapterRef, ModelShape, torch.dtype], AdapterWeights]:
+    """How the loader's thread reads one version: bytes proved by digest, then packed."""
+
+    def read(ref: AdapterRef, _: ModelShape, dtype: torch.dtype) -> AdapterWeights:
+        return read_weights(read_adapter(registry.verify(ref), shape), ref.digest, shape, dtype)
+
+    return read
+
+
+def _engine_options(config: Config, directory: Path) -> EngineOptions:
+    return EngineOptions(
+        model_dir=directory,
+        device=config.model.device,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_loras=config.engine.max_loras,
+        max_cpu_loras=config.engine.max_cpu_loras,
+        adapter_wait=config.engine.adapter_wait,
+        threads=config.engine.threads,
+        slab_bytes=config.memory.slab_bytes,
+        gpu_memory_utilization=config.memory.gpu_memory_utilization,
+        block_size=config.memory.block_size,
+        host_cache_bytes=config.memory.host_cache_bytes,
+    )
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound TCP socket; `socket.in_use` names the address that is taken."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise LoradError(
+            "socket.in_use",
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another --port, or 0 for a free one",
+            details={"host": host, "port": port},
+        ) from None
+    try:
+        yield sock
+    finally:
+        sock.close()
+
+
+def read_api_keys(file: Path) -> dict[str, str]:
+    """`key tenant` a line, `#` begins a comment; a key alone is for the default tenant."""
+    try:
+        lines = file.expanduser().read_text("utf-8").splitlines()
+    except OSError as error:
+        raise LoradError("config.invalid", f"server.api_keys: {file}: {error.strerror}") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        if len(words) > 2 or words[0] in keys:
+            raise LoradError(
+                "config.invalid",
+                f"{file}:{number}: not `key tenant`, or a key that is there already",
+                hint="one key and the tenant it stands for a line",
+            )
+        keys[words[0]] = words[1] if len(words) == 2 else DEFAULT_TENANT
+    if not keys:
+        # An empty file must not open the port to everybody.
+        raise LoradError(
+            "config.invalid", f"{file} holds no key", hint="add one, or unset api_keys"
+        )
+    return keys
+
+
+def _base_name(model: str) -> str:
+    """A hub id names itself; a directory is named by its last part."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model.partition("@")[0]
+
+
+def _trouble(engine: AsyncEngine) -> str | None:
+    if not engine.accepting:
+        return "the daemon is stopping"
+    return None if engine.healthy else "the engine thread has ended"
+
+
+async def _warm_up(engine: AsyncEngine, registry: Registry, tokenizer: Tokenizer) -> None:
+    """Prove that the base model answers, and bring pinned adapters to the device."""
+    prompt = tokenizer.encode("Hello") or [0]
+    request = GenerationRequest("warm-up", tuple(prompt), SamplingParams(2, temperature=0.0))
+    async for _ in engine.generate(request):
+        pass
+    for ref in registry.pinned():
+        try:
+            await engine.load_adapter(ref, pin=True)
+        except LoradError as error:
+            log.warning("pinned %s is not loaded: %s", ref, error.message)
+
+
+def _ready(
+    public: socket.socket,
+    admin: AdminSocket,
+    base_model: str,
+    built: BuiltEngine,
+    engine: AsyncEngine,
+    started: float,
+) -> Ready:
+    host, port = public.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    stats = engine.stats()
+    return Ready(
+        url=f"http://{shown}:{port}",
+        socket=admin.path,
+        base_model=base_model,
+        device=str(built.device),
+        dtype=str(built.dtype).removeprefix("torch."),
+        pages=stats.total_pages,
+        page_bytes=stats.page_bytes,
+        max_model_len=built.max_model_len,
+        seconds=time.monotonic() - started,
+    )
