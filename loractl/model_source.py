@@ -30,6 +30,12 @@ def load_config(model: str) -> tuple[dict[str, Any], str]:
     return read_config(path), str(path)
 
 
+def model_id(model: str) -> str:
+    """What a server is given for this model: the hub id of a name of the catalogue."""
+    known = None if Path(model).expanduser().exists() or "/" in model else find_model(model)
+    return known.hub if known else model
+
+
 def _suggest(model: str) -> None:
     """A word that is neither a path nor known may be a misspelt name; say which are near."""
     names = similar_names(model)

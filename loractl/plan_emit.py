@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 
+from loractl.model_source import model_id
 from loractl.plan_inputs import PlanOptions
 from lorad.sizing.other_engines import vllm_rank
 from lorad.sizing.planner import Plan
@@ -41,7 +42,7 @@ def _lorad(made: Plan, options: PlanOptions) -> str:
         memory.insert(0, f"gpu_memory_utilization = {options.utilization:g}")
     lines = [
         "[model]",
-        f"path = {_quoted(options.model)}",
+        f"path = {_quoted(model_id(options.model))}",
         f"dtype = {_quoted(options.dtype)}",
         f"max_model_len = {demand.context}",
         "",
@@ -67,7 +68,7 @@ def _vllm(made: Plan, options: PlanOptions) -> str:
     demand = made.question.demand
     rank = vllm_rank(_max_rank(made)) or _max_rank(made)
     pairs: list[tuple[str, object]] = [
-        ("vllm serve", options.model),
+        ("vllm serve", model_id(options.model)),
         ("--dtype", options.dtype),
         ("--max-model-len", demand.context),
         ("--max-num-seqs", demand.concurrency),
@@ -88,7 +89,7 @@ def _sglang(made: Plan, options: PlanOptions) -> str:
     demand = made.question.demand
     leaves = sorted({leaf for kind in made.question.kinds for leaf in kind.leaves})
     pairs: list[tuple[str, object]] = [
-        ("python -m sglang.launch_server --model-path", options.model),
+        ("python -m sglang.launch_server --model-path", model_id(options.model)),
         ("--dtype", options.dtype),
         ("--context-length", demand.context),
         ("--max-running-requests", demand.concurrency),
@@ -104,15 +105,46 @@ def _sglang(made: Plan, options: PlanOptions) -> str:
 
 
 def _k8s(made: Plan, options: PlanOptions) -> str:
-    """Clients, or a gateway before them, put the adapter's name into the header."""
+    """One replica keeps its store on a claim of its own; several are a StatefulSet, so that
+    each has one: every replica has a registry, and versions are pushed to all of them."""
     host = _host_loras(made) * made.mean_bytes
     memory_gib = math.ceil((host + 8 * 1024**3) / 1024**3)
     config = "\n".join(f"    {line}".rstrip() for line in _lorad(made, options).splitlines())
+    one = options.replicas == 1
     return _MANIFEST.format(
-        replicas=options.replicas, tp=made.question.demand.tp, memory=memory_gib, config=config
+        kind="Deployment" if one else "StatefulSet",
+        rollout=_ONE_ROLLOUT if one else _MANY_ROLLOUT,
+        replicas=options.replicas,
+        tp=made.question.demand.tp,
+        memory=memory_gib,
+        config=config,
+        volume=_ONE_VOLUME if one else "",
+        claim=_ONE_CLAIM if one else "",
+        templates="" if one else _MANY_CLAIMS,
     )
 
 
+_ONE_ROLLOUT = "strategy: {type: Recreate}  # one daemon at a time may hold the store"
+_MANY_ROLLOUT = "serviceName: lorad"
+_ONE_VOLUME = """
+        - name: store
+          persistentVolumeClaim: {claimName: lorad}"""
+_ONE_CLAIM = """\
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  name: lorad
+spec:
+  accessModes: [ReadWriteOnce]
+  resources: {requests: {storage: 100Gi}}
+---
+"""
+_MANY_CLAIMS = """
+  volumeClaimTemplates:
+    - metadata: {name: store}
+      spec:
+        accessModes: [ReadWriteOnce]
+        resources: {requests: {storage: 100Gi}}"""
 _MANIFEST = """\
 apiVersion: v1
 kind: ConfigMap
@@ -122,13 +154,14 @@ data:
   lorad.toml: |
 {config}
 ---
-apiVersion: apps/v1
-kind: Deployment
+{claim}apiVersion: apps/v1
+kind: {kind}
 metadata:
   name: lorad
   labels: {{app: lorad}}
 spec:
   replicas: {replicas}
+  {rollout}
   selector:
     matchLabels: {{app: lorad}}
   template:
@@ -138,7 +171,7 @@ spec:
       terminationGracePeriodSeconds: 120
       containers:
         - name: lorad
-          image: lorad:latest
+          image: lorad:latest  # your own image
           args: [start, --host, 0.0.0.0, --port, "8000", --config, /etc/lorad/lorad.toml]
           ports:
             - {{name: http, containerPort: 8000}}
@@ -153,9 +186,7 @@ spec:
             - {{name: store, mountPath: /var/lib/lorad}}
       volumes:
         - name: config
-          configMap: {{name: lorad}}
-        - name: store
-          emptyDir: {{}}
+          configMap: {{name: lorad}}{volume}{templates}
 ---
 apiVersion: v1
 kind: Service
@@ -167,7 +198,7 @@ spec:
   ports:
     - {{name: http, port: 80, targetPort: http}}
 ---
-# A plain Service spreads requests at random, so that every replica loads every adapter. With
+# A Service alone spreads requests at random, so that every replica loads every adapter. With
 # Istio this rule keeps an adapter on one replica: requests carry its name in x-lora-adapter.
 apiVersion: networking.istio.io/v1
 kind: DestinationRule

@@ -83,8 +83,8 @@ def _budget_lines(made: Plan, budget: Budget) -> Iterator[str]:
     yield _row("slab", human_bytes(budget.slab), pages if budget.slab > 0 else "does not fit")
     kv = f"  KV, {demand.concurrency} x {demand.context:,}"
     yield _row(kv, human_bytes(budget.kv_pages * budget.page), f"{budget.kv_pages:,} pages")
-    left = budget.pages - budget.kv_pages
-    yield _row("  left for adapters", human_bytes(left * budget.page), f"{left:,} pages")
+    left = budget.adapter_pages
+    yield _row("  left for adapters", human_bytes(left * budget.page), _count(left, "page"))
 
 
 def _buys_lines(made: Plan, budget: Budget) -> Iterator[str]:
@@ -104,6 +104,8 @@ def _buys_lines(made: Plan, budget: Budget) -> Iterator[str]:
         short = budget.kv_pages + made.batch_pages - budget.pages
         missing = human_bytes(short * budget.page - min(0, budget.slab))
         yield _row("short by", missing, "for KV and the adapters of one batch")
+        most = f"{made.fitting_sequences:,}"
+        yield _row("it would fit", most, f"sequences of {demand.context:,} and these adapters")
 
 
 def _recommendation_lines(made: Plan, rec: Recommendation, workload: Workload) -> Iterator[str]:
@@ -111,7 +113,7 @@ def _recommendation_lines(made: Plan, rec: Recommendation, workload: Workload) -
     rate = f", {workload.rate:g} requests/s" if workload.rate else ""
     label = printable(workload.popularity.label)
     yield f"Recommended for {_count(fleet, 'adapter')}, {label}{rate}, batches of {workload.batch}"
-    misses = f"{rec.at_max_loras.miss:.1%} miss with {rec.max_loras:,} places"
+    misses = f"{rec.at_max_loras.miss:.1%} miss with {_count(rec.max_loras, 'place')}"
     yield _row("max_loras", f"{rec.max_loras:,}", f"set by {rec.binds}; {misses}")
     yield _row("max_cpu_loras", f"{rec.max_cpu_loras:,}", _hour_note(rec, fleet))
     yield _row("max_lora_rank", f"{rec.max_lora_rank}", "the largest real rank")
@@ -159,6 +161,12 @@ def _other_lines(made: Plan, other: Reservation, true: float) -> Iterator[str]:
     tokens = other.high // (made.page // made.question.demand.block_size)
     ratio = f"{other.high / true:.1f}x the adapters' own bytes; as much as {tokens:,} tokens of KV"
     yield _row("", "", ratio)
+    if other.engine == "sglang":
+        yield _row("", "", "a request for the base model takes a slot too")
+    if other.engine == "vllm" and made.recommendation:
+        copies = made.recommendation.max_cpu_loras
+        host = human_bytes(copies * made.mean_bytes)
+        yield _row("", "", f"and {host} of host memory for {copies:,} copies, one more as it loads")
 
 
 def lint_lines(made: Plan) -> Iterator[str]:

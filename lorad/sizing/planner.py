@@ -80,6 +80,14 @@ class Plan:
         return max(largest, int(min(fleet, self.recommendation.distinct.high) * self.mean_pages))
 
     @property
+    def fitting_sequences(self) -> int:
+        """Sequences at the full context that fit beside the adapters of one batch."""
+        if self.budget is None:
+            return self.question.demand.concurrency
+        left = max(0, self.budget.pages - self.batch_pages)
+        return left // self.budget.kv_per_sequence_pages
+
+    @property
     def fits(self) -> bool:
         """Weights, the KV of every sequence and the adapters of one batch, all at once."""
         if self.budget is None:
