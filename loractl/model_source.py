@@ -1,4 +1,4 @@
-"""Where a base model's config.json comes from: a directory, a file, or the hub."""
+"""Where a base model's config.json comes from: a path, the catalogue, or the hub."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lorad.errors import LoradError
+from lorad.sizing.catalogue import find_model, similar_names
 from lorad.sizing.model_shape import read_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -16,12 +17,35 @@ _HUB_SECONDS = 10.0
 def load_config(model: str) -> tuple[dict[str, Any], str]:
     """The config and where it was read; `model.not_found` when there is none.
 
-    Something that exists on disk wins over a hub id of the same spelling.
+    What exists on disk wins over a name of the catalogue, and that over a request to the hub.
     """
     path = Path(model).expanduser()
-    if not path.exists() and _HUB_ID.fullmatch(model):
-        return _hub_config(model), model
+    if not path.exists():
+        known = find_model(model)
+        if known is not None:
+            return known.config, f"catalogue: {known.hub}"
+        if _HUB_ID.fullmatch(model):
+            return _hub_config(model), model
+        _suggest(model)
     return read_config(path), str(path)
+
+
+def model_id(model: str) -> str:
+    """What a server is given for this model: the hub id of a name of the catalogue."""
+    known = None if Path(model).expanduser().exists() or "/" in model else find_model(model)
+    return known.hub if known else model
+
+
+def _suggest(model: str) -> None:
+    """A word that is neither a path nor known may be a misspelt name; say which are near."""
+    names = similar_names(model)
+    if names and "/" not in model:
+        raise LoradError(
+            "model.not_found",
+            f"{model!r} is no path here and no model of the catalogue",
+            hint=f"did you mean {', '.join(names)}?",
+            details={"model": model},
+        )
 
 
 def _hub_config(model: str) -> dict[str, Any]:
@@ -37,7 +61,6 @@ def _fetch_config(model: str) -> dict[str, Any]:
 
     token = get_token()
     headers = {"authorization": f"Bearer {token}"} if token else {}
-
     # Not hf_hub_download: without a network it retries for 23 seconds.
     try:
         url = hf_hub_url(model, "config.json")
