@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
+import runpy
 import signal
 import sqlite3
 import stat
-import struct
 import subprocess
 import sys
 import textwrap
@@ -25,52 +24,12 @@ from lorad.adapters.peft_format import read_adapter
 from lorad.errors import LoradError
 from lorad.registry.records import Action, Pushed, VersionState, Who
 from lorad.registry.registry import Registry
-from lorad.sizing.model_shape import ModelShape
 
-BASE = "org/Tiny-Base"
-SHAPE = ModelShape(
-    model_type="llama",
-    hidden_size=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    intermediate_size=16,
-    vocab_size=32,
-)
+_SHARED = runpy.run_path(str(Path(__file__).with_name("admin_daemon.py")))
+write_adapter, BASE, SHAPE = _SHARED["write_adapter"], _SHARED["BASE"], _SHARED["SHAPE"]
 CHECK = partial(read_adapter, shape=SHAPE, max_lora_rank=16)
 ME = Who(uid=1234, pid=99)
 TINKER = AdapterName("default", "tinker")
-
-
-def write_adapter(directory: Path, seed: int, *, rank: int = 2, **config: object) -> Path:
-    """A PEFT directory with LoRA on q_proj of the only layer; its weights follow the seed."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
-    header: dict[str, object] = {}
-    body = b""
-    for name, shape in (("lora_A", (rank, 8)), ("lora_B", (8, rank))):
-        values = [rng.uniform(-1, 1) for _ in range(shape[0] * shape[1])]
-        start, body = len(body), body + struct.pack(f"<{len(values)}f", *values)
-        header[f"{prefix}.{name}.weight"] = {
-            "dtype": "F32",
-            "shape": shape,
-            "data_offsets": [start, len(body)],
-        }
-    text = json.dumps(header).encode()
-    weights = struct.pack("<Q", len(text)) + text + body
-    (directory / "adapter_model.safetensors").write_bytes(weights)
-    settings = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 4,
-        "target_modules": ["q_proj"],
-        "base_model_name_or_path": BASE,
-        **config,
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(settings))
-    return directory
 
 
 @pytest.fixture

@@ -39,6 +39,15 @@ class Catalog:
             raise no_adapter(str(name))
         return found
 
+    def is_live(self, ref: AdapterRef) -> bool:
+        found = self._adapters.get(ref.name)
+        return found is not None and found.live == ref.version
+
+    def live_version(self, name: AdapterName) -> Version | None:
+        """None too for a name that does not exist."""
+        found = self._adapters.get(name)
+        return found.live_version if found else None
+
     def version(self, name: AdapterName, label: str) -> Version:
         """Raises `adapter.not_found` or `version.not_found`; a failed version is returned."""
         adapter = self.adapter(name)

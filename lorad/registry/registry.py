@@ -97,6 +97,13 @@ class Registry:
         """Raises `adapter.not_found` or `version.not_found`."""
         return self._catalog.version(name, label)
 
+    def is_live(self, ref: AdapterRef) -> bool:
+        return self._catalog.is_live(ref)
+
+    def live_version(self, name: AdapterName) -> Version | None:
+        """The version a bare name stands for, servable or not; None when there is none."""
+        return self._catalog.live_version(name)
+
     def pinned(self) -> list[AdapterRef]:
         """What the daemon loads when it starts, and keeps loaded."""
         versions = (version for adapter in self._catalog for version in adapter.versions.values())
@@ -301,7 +308,7 @@ class Registry:
     def check_deletable(self, name: AdapterName, label: str) -> Version:
         """Raises `version.live` or `version.pinned` for a version that something refers to."""
         version = self.version(name, label)
-        if self.adapter(name).live == label:
+        if self.is_live(version.ref):
             raise LoradError(
                 "version.live",
                 f"{version.ref} is the live version of {str(name)!r}",

@@ -1,0 +1,135 @@
+"""The admin API: HTTP and JSON on a UNIX socket. Routes by topic are in the files beside this."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lorad import __version__, wire
+from lorad.errors import LoradError
+from lorad.registry.records import VersionState
+from lorad.registry.registry import Registry
+from lorad.server.admin_adapters import READ_ROUTES
+from lorad.server.admin_changes import CHANGE_ROUTES
+from lorad.server.admin_context import AdminContext, AdminEngine, AdminLimits, context
+from lorad.server.admin_gate import Gate, on_http_error, on_lorad_error
+from lorad.server.admin_request import query_count
+from lorad.server.admin_residency import RESIDENCY_ROUTES
+from lorad.server.admin_uploads import UPLOAD_ROUTES
+from lorad.server.admin_views import engine_info, step_info, tier_counts
+from lorad.server.admin_vllm import VLLM_ROUTES
+from lorad.server.uploads import Uploads
+
+_MAX_STEPS = 10_000
+
+
+def build_admin_app(
+    registry: Registry,
+    engine: AdminEngine,
+    *,
+    config: Mapping[str, Any],
+    shutdown: Callable[[], None],
+    metrics: Callable[[], bytes] = generate_latest,
+    limits: AdminLimits | None = None,
+    admin_gid: int | None = None,
+) -> Starlette:
+    """The ASGI app of the admin socket; serve it by `admin_transport.admin_server_config`.
+
+    `config` is shown by GET /v1/config, so it must hold no secret. `shutdown` begins the end
+    of the daemon and returns at once. Peers must be root, the daemon's user or in `admin_gid`.
+    """
+    limits = limits or AdminLimits()
+    app = Starlette(
+        # The specific paths come first: a name takes whatever is left of one.
+        routes=[
+            *_DAEMON_ROUTES,
+            *UPLOAD_ROUTES,
+            *VLLM_ROUTES,
+            *RESIDENCY_ROUTES,
+            *CHANGE_ROUTES,
+            *READ_ROUTES,
+        ],
+        middleware=[Middleware(Gate, admin_gid=admin_gid)],
+        exception_handlers={LoradError: on_lorad_error, HTTPException: on_http_error},
+        lifespan=_sweeping,
+    )
+    app.state.admin = AdminContext(registry, engine, config, shutdown, metrics, limits)
+    app.state.uploads = Uploads(registry, limits)
+    return app
+
+
+@asynccontextmanager
+async def _sweeping(app: Starlette) -> AsyncIterator[None]:
+    sweeper = asyncio.create_task(app.state.uploads.sweep())
+    try:
+        yield
+    finally:
+        sweeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await sweeper
+
+
+async def healthz(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def status(request: Request) -> Response:
+    ctx = context(request)
+    adapters, stats = ctx.registry.adapters(), ctx.engine.stats()
+    versions = [version for adapter in adapters for version in adapter.versions.values()]
+    info: wire.StatusInfo = {
+        "daemon_version": __version__,
+        "api_version": wire.API_VERSION,
+        "pid": os.getpid(),
+        "uid": os.geteuid(),
+        "started_at": ctx.started_at,
+        "base_model": ctx.registry.base_model,
+        "adapters": len(adapters),
+        "live_adapters": sum(adapter.live is not None for adapter in adapters),
+        "failed_versions": sum(version.state is VersionState.FAILED for version in versions),
+        "tiers": tier_counts(stats.adapters),
+        "engine": engine_info(stats),
+    }
+    return JSONResponse(info)
+
+
+async def show_config(request: Request) -> Response:
+    info: wire.ConfigInfo = {"config": dict(context(request).config)}
+    return JSONResponse(info)
+
+
+async def show_metrics(request: Request) -> Response:
+    return Response(context(request).metrics(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def steps(request: Request) -> Response:
+    records = context(request).engine.recent_steps(query_count(request, "limit", 100, _MAX_STEPS))
+    found: wire.StepList = {"steps": [step_info(record) for record in records]}
+    return JSONResponse(found)
+
+
+async def stop(request: Request) -> Response:
+    """Answered before the daemon begins to end."""
+    context(request).shutdown()
+    return JSONResponse({"status": "stopping"}, status_code=202)
+
+
+_DAEMON_ROUTES = [
+    Route(wire.HEALTHZ, healthz),
+    Route(wire.STATUS, status),
+    Route(wire.CONFIG, show_config),
+    Route(wire.METRICS, show_metrics),
+    Route(wire.STEPS, steps),
+    Route(wire.SHUTDOWN, stop, methods=["POST"]),
+]

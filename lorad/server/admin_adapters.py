@@ -1,0 +1,64 @@
+"""Reading: adapters, their versions with where the bytes are, and the history."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lorad import wire
+from lorad.server.admin_context import context
+from lorad.server.admin_request import path_name, path_version, query_count
+from lorad.server.admin_views import adapter_info, event_info, states, version_info
+
+_MAX_EVENTS = 1000
+
+
+async def list_adapters(request: Request) -> Response:
+    ctx = context(request)
+    tenant = request.query_params.get("tenant")
+    resident = states(ctx.engine.stats())
+    found: wire.AdapterList = {
+        "adapters": [
+            adapter_info(adapter, resident)
+            for adapter in ctx.registry.adapters()
+            if tenant in (None, adapter.name.tenant)
+        ]
+    }
+    return JSONResponse(found)
+
+
+async def show_adapter(request: Request) -> Response:
+    ctx = context(request)
+    adapter = ctx.registry.adapter(path_name(request))
+    info = adapter_info(adapter, states(ctx.engine.stats()))
+    return JSONResponse(info, headers={"etag": f'"{adapter.generation}"'})
+
+
+async def show_version(request: Request) -> Response:
+    ctx = context(request)
+    version = ctx.registry.version(path_name(request), path_version(request))
+    live = ctx.registry.is_live(version.ref)
+    return JSONResponse(version_info(version, states(ctx.engine.stats()), live=live))
+
+
+async def history(request: Request) -> Response:
+    name = path_name(request)
+    newest = query_count(request, "limit", 100, _MAX_EVENTS)
+    read = partial(context(request).registry.history, name, newest=newest)
+    events = await to_thread.run_sync(read)
+    found: wire.History = {"name": str(name), "events": [event_info(event) for event in events]}
+    return JSONResponse(found)
+
+
+# A name may hold one `/`, so the longer paths come first.
+READ_ROUTES = [
+    Route(wire.ADAPTERS, list_adapters),
+    Route(f"{wire.ADAPTERS}/{{name:path}}/history", history),
+    Route(f"{wire.ADAPTERS}/{{name:path}}/versions", show_adapter),
+    Route(f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", show_version),
+    Route(f"{wire.ADAPTERS}/{{name:path}}", show_adapter),
+]

@@ -1,0 +1,174 @@
+"""Moving the live version of a name, and deleting.
+
+A version is on the device before the pointer moves: if it cannot be loaded, the old one
+stays live and nothing has happened.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lorad import wire
+from lorad.adapter_ref import AdapterName
+from lorad.engine.messages import AdapterLoaded
+from lorad.registry.catalog import version_failed
+from lorad.registry.records import Adapter, Move, Version
+from lorad.server.admin_context import AdminContext, context
+from lorad.server.admin_request import (
+    dry_run,
+    expected_generation,
+    path_name,
+    path_version,
+    query_flag,
+    read_fields,
+    who,
+)
+from lorad.server.admin_views import move_result
+
+
+async def bring_to_device(
+    ctx: AdminContext, version: Version, *, pin: bool = False
+) -> AdapterLoaded:
+    """Check the stored bytes against the digest, then load them; errors name the version.
+
+    `pin` keeps it there; a version that is pinned already stays so.
+    """
+    if not version.servable:
+        raise version_failed(version)
+    await to_thread.run_sync(ctx.registry.verify, version.ref)
+    return await ctx.engine.load_adapter(version.ref, pin=True if pin or version.pinned else None)
+
+
+async def promote(request: Request) -> Response:
+    ctx, name = context(request), path_name(request)
+    expected = expected_generation(request)
+    fields = await read_fields(request)
+    label, reason = fields.label("version"), fields.text("reason")
+    fields.end()
+    adapter = ctx.registry.check_generation(name, expected)
+    version = ctx.registry.version(name, label or adapter.newest.label)
+    if adapter.live == version.label or dry_run(request):
+        return _unmoved(adapter, version, dry_run=dry_run(request))
+    await bring_to_device(ctx, version)
+    flip = partial(
+        ctx.registry.promote,
+        name,
+        version.label,
+        who=who(request),
+        reason=reason,
+        expected_generation=expected,
+    )
+    return JSONResponse(move_result(await to_thread.run_sync(flip), dry_run=False))
+
+
+async def rollback(request: Request) -> Response:
+    ctx, name = context(request), path_name(request)
+    fields = await read_fields(request)
+    label, reason = fields.label("to"), fields.text("reason")
+    fields.end()
+    adapter = ctx.registry.check_generation(name, expected_generation(request))
+    version = await _rollback_target(ctx, name, label)
+    if adapter.live == version.label or dry_run(request):
+        return _unmoved(adapter, version, dry_run=dry_run(request))
+    await bring_to_device(ctx, version)
+    # The target follows from what is live now, so it holds for this generation only.
+    flip = partial(
+        ctx.registry.rollback,
+        name,
+        version.label,
+        who=who(request),
+        reason=reason,
+        expected_generation=adapter.generation,
+    )
+    return JSONResponse(move_result(await to_thread.run_sync(flip), dry_run=False))
+
+
+async def retire(request: Request) -> Response:
+    ctx, name = context(request), path_name(request)
+    fields = await read_fields(request)
+    reason = fields.text("reason")
+    fields.end()
+    expected = expected_generation(request)
+    adapter = ctx.registry.check_generation(name, expected)
+    if dry_run(request):
+        return _unmoved(adapter, None, dry_run=True)
+    take_down = partial(
+        ctx.registry.retire, name, who=who(request), reason=reason, expected_generation=expected
+    )
+    return JSONResponse(move_result(await to_thread.run_sync(take_down), dry_run=False))
+
+
+async def delete_version(request: Request) -> Response:
+    ctx, name, label = context(request), path_name(request), path_version(request)
+    ctx.registry.check_deletable(name, label)
+    if not dry_run(request):
+        await _delete(request, name, label)
+    return _deleted(name, [label], dry_run=dry_run(request))
+
+
+async def delete_adapter(request: Request) -> Response:
+    """All versions of a name. With `force`, a live or pinned one too."""
+    ctx, name = context(request), path_name(request)
+    labels = list(ctx.registry.adapter(name).versions)
+    if not query_flag(request, "force"):
+        for label in labels:
+            ctx.registry.check_deletable(name, label)
+    if dry_run(request):
+        return _deleted(name, labels, dry_run=True)
+    asked_by = who(request)
+    await to_thread.run_sync(partial(ctx.registry.retire, name, who=asked_by))
+    for label in labels:
+        unpin = partial(ctx.registry.set_pinned, name, label, False, who=asked_by)
+        await to_thread.run_sync(unpin)
+        await _delete(request, name, label)
+    return _deleted(name, labels, dry_run=False)
+
+
+async def _rollback_target(ctx: AdminContext, name: AdapterName, label: str | None) -> Version:
+    if label is not None:
+        return ctx.registry.version(name, label)
+    return await to_thread.run_sync(ctx.registry.rollback_target, name)
+
+
+async def _delete(request: Request, name: AdapterName, label: str) -> None:
+    """Requests that run on the version end first; then memory, then disk."""
+    ctx = context(request)
+    ref = ctx.registry.check_deletable(name, label).ref
+    await ctx.engine.unload_adapter(ref, drain_timeout=ctx.limits.drain_timeout)
+    await to_thread.run_sync(partial(ctx.registry.delete, name, label, who=who(request)))
+
+
+def _unmoved(adapter: Adapter, target: Version | None, *, dry_run: bool) -> Response:
+    """The answer when nothing was done: it was so already, or this is a dry run."""
+    label = target.label if target else None
+    if target is not None and not target.servable:
+        raise version_failed(target)
+    changed = adapter.live != label
+    move = Move(adapter.name, adapter.live, label, adapter.generation, changed)
+    return JSONResponse(move_result(move, dry_run=dry_run))
+
+
+def _deleted(name: AdapterName, labels: list[str], *, dry_run: bool) -> Response:
+    result: wire.DeleteResult = {
+        "name": str(name),
+        "deleted": labels,
+        "changed": True,
+        "dry_run": dry_run,
+    }
+    return JSONResponse(result)
+
+
+CHANGE_ROUTES = [
+    Route(f"{wire.ADAPTERS}/{{name:path}}:promote", promote, methods=["POST"]),
+    Route(f"{wire.ADAPTERS}/{{name:path}}:rollback", rollback, methods=["POST"]),
+    Route(f"{wire.ADAPTERS}/{{name:path}}:retire", retire, methods=["POST"]),
+    Route(
+        f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", delete_version, methods=["DELETE"]
+    ),
+    Route(f"{wire.ADAPTERS}/{{name:path}}", delete_adapter, methods=["DELETE"]),
+]

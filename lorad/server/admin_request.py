@@ -1,0 +1,149 @@
+"""Reading admin requests: who asks, the JSON body, the query, the generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+from starlette.requests import Request
+
+from lorad.adapter_ref import AdapterName, check_version_label
+from lorad.errors import LoradError
+from lorad.registry.records import Who
+from lorad.server.admin_context import context
+
+_BODY_LIMIT = 64 << 10
+_TEXT_LIMIT = 2000  # characters of a reason or a message
+_TRUE, _FALSE = ("1", "true"), ("0", "false", "")
+
+
+def invalid(message: str, hint: str = "", **details: Any) -> LoradError:
+    return LoradError("request.invalid", message, hint=hint, details=details)
+
+
+def who(request: Request) -> Who:
+    """The peer of the connection, as the kernel named it."""
+    peer = request.state.peer
+    return Who(peer.uid, peer.pid)
+
+
+def path_name(request: Request) -> AdapterName:
+    return AdapterName.parse(request.path_params["name"])
+
+
+def path_version(request: Request) -> str:
+    return check_version_label(request.path_params["version"])
+
+
+def query_flag(request: Request, key: str) -> bool:
+    value = request.query_params.get(key, "").lower()
+    if value not in _TRUE + _FALSE:
+        raise invalid(f"{key}={value[:20]!r} is neither 1 nor 0")
+    return value in _TRUE
+
+
+def query_count(request: Request, key: str, default: int, most: int) -> int:
+    text = request.query_params.get(key, str(default))
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
+        raise invalid(f"{key}={text[:20]!r} is not a number from 1 to {most}")
+    return int(text)
+
+
+def dry_run(request: Request) -> bool:
+    return query_flag(request, "dry_run")
+
+
+def expected_generation(request: Request) -> int | None:
+    """The `If-Match` header: a generation, bare or quoted like the ETag it came from."""
+    given = request.headers.get("if-match", "*").strip()
+    if given == "*":
+        return None
+    number = given.strip('"')
+    if not number.isdecimal():
+        raise invalid(
+            f"If-Match: {given[:40]} is not a generation",
+            "send the number that GET /v1/adapters/NAME gave as `generation`",
+        )
+    return int(number)
+
+
+async def body_chunks(request: Request) -> AsyncIterator[bytes]:
+    """The request's body as it comes in; `request.invalid` when it stops coming."""
+    timeout = context(request).limits.read_timeout
+    chunks = request.stream()
+    while True:
+        with anyio.move_on_after(timeout) as waiting:
+            chunk = await anext(chunks, b"")
+        if waiting.cancelled_caught:
+            raise invalid(f"no byte of the body came for {timeout:g} seconds")
+        if not chunk:
+            return
+        yield chunk
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """A JSON object of at most 64 KiB; no body at all is an empty one."""
+    body = bytearray()
+    async for chunk in body_chunks(request):
+        body += chunk
+        if len(body) > _BODY_LIMIT:
+            raise LoradError("request.too_large", f"the body is larger than {_BODY_LIMIT} bytes")
+    if not body:
+        return {}
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        raise invalid("the body is not JSON") from None
+    if not isinstance(found, dict):
+        raise invalid("the body is not a JSON object")
+    return found
+
+
+class Fields:
+    """The fields of a JSON object, taken out one by one, each of its type."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._left = dict(body)
+
+    def text(self, key: str, default: str = "") -> str:
+        value = self._left.pop(key, default)
+        if not isinstance(value, str) or len(value) > _TEXT_LIMIT:
+            raise invalid(f"{key!r} must be a string of at most {_TEXT_LIMIT} characters")
+        return value
+
+    def required_text(self, key: str) -> str:
+        if not self._left.get(key):
+            raise invalid(f"{key!r} is missing")
+        return self.text(key)
+
+    def label(self, key: str) -> str | None:
+        """A version label, or None when it is absent or null."""
+        value = self._left.pop(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise invalid(f"{key!r} must be a version label")
+        return check_version_label(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._left.pop(key, False)
+        if not isinstance(value, bool):
+            raise invalid(f"{key!r} must be true or false")
+        return value
+
+    def seconds(self, key: str, default: float) -> float:
+        value = self._left.pop(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86400:
+            raise invalid(f"{key!r} must be a number of seconds, at most 86400")
+        return float(value)
+
+    def end(self) -> None:
+        """Refuse what is left: a misspelt field must not be taken for an absent one."""
+        if self._left:
+            raise invalid(f"unknown fields: {', '.join(map(repr, list(self._left)[:5]))}"[:300])
+
+
+async def read_fields(request: Request) -> Fields:
+    return Fields(await read_json(request))
