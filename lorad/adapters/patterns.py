@@ -63,6 +63,7 @@ class PatternTable:
                 f"{where} is too large: {len(values)} keys (at most {MAX_KEYS}), "
                 f"{regexes} of them regular expressions (at most {MAX_REGEXES}), "
                 f"the longest of {longest} characters (at most {MAX_KEY_LENGTH})",
+                hint="write one key for several modules, such as the leaf name alone",
                 details={"key": where},
             )
         self._rules = [(key, self._matcher(key), value) for key, value in values.items()]
