@@ -110,6 +110,19 @@ class LiveAdapter:
     ref: AdapterRef
     since: float
 
+    @property
+    def name(self) -> AdapterName:
+        return self.ref.name
+
+    @property
+    def version(self) -> str:
+        return self.ref.version
+
+    @property
+    def created_at(self) -> float:
+        """Seconds since the epoch: when this version became live."""
+        return self.since
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
