@@ -37,9 +37,7 @@ def start(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the base model in the API.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="auto, bfloat16, float16 or float32.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt and answer together, in tokens.")
     ] = None,
@@ -64,9 +62,7 @@ def start(
         str | None, typer.Option(help="Directory of the registry and the version store.")
     ] = None,
     api_keys: Annotated[str | None, typer.Option(help="File of bearer keys.")] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error.")
-    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: ConfigFile = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when the daemon is ready; it goes on.")

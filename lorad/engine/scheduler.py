@@ -38,10 +38,12 @@ class ScheduledSequence:
     sequence: Sequence
     start: int
     count: int
+    samples: bool
 
-    @property
-    def samples(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
+    @classmethod
+    def next_tokens(cls, sequence: Sequence, count: int) -> ScheduledSequence:
+        start = sequence.num_computed
+        return cls(sequence, start, count, start + count == len(sequence.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class Scheduler:
                 continue
             count = min(sequence.num_pending, budget)
             if self._make_room(sequence, count):
-                yield ScheduledSequence(sequence, sequence.num_computed, count)
+                yield ScheduledSequence.next_tokens(sequence, count)
                 budget -= count
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
@@ -182,7 +184,7 @@ class Scheduler:
             if not self._kv_for_new(sequence, count):
                 break  # later, smaller ones must not starve this one of pages
             self._start(sequence)
-            admitted.append(ScheduledSequence(sequence, sequence.num_computed, count))
+            admitted.append(ScheduledSequence.next_tokens(sequence, count))
             budget -= count
         return admitted
 
