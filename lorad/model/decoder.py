@@ -24,7 +24,7 @@ class KVCacheViews:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The weights of one layer."""
+    """The weights of one layer; norms in float32, matrices in the serving dtype."""
 
     input_norm: Tensor  # [hidden]
     post_attention_norm: Tensor  # [hidden]
@@ -64,8 +64,12 @@ class Decoder:
         return self.embed_tokens.device
 
     def forward(self, batch: ForwardBatch, kv: KVCacheViews) -> Tensor:
-        """Logits `[S, vocab]` of the rows the batch asks for; writes the rows' K and V."""
-        x = embedding(batch.token_ids, self.embed_tokens)
+        """Logits `[S, vocab]` of the rows the batch asks for; writes the rows' K and V.
+
+        The residual stream is float32: in bf16 its large channels (SmolLM2's reach 25,000) lose
+        what the layers add, and the logits' error is half as large again.
+        """
+        x = embedding(batch.token_ids, self.embed_tokens).float()
         rope = self.rotary.at(batch.positions)
         for i, layer in enumerate(self.layers):
             x = x + self._attend(i, layer, self._norm(x, layer.input_norm), batch, kv, rope)
@@ -74,7 +78,9 @@ class Decoder:
         return linear(x, self.lm_head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467) in float32."""
+        normed = rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps)
+        return normed.to(self.dtype)
 
     def _attend(
         self,

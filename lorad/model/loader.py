@@ -106,7 +106,7 @@ def load_decoder(
     for index in range(shape.num_layers):
         layers.append(reader.layer(index))
         progress(index + 1, shape.num_layers)
-    final_norm = reader.tensor("model.norm.weight", (shape.hidden_size,))
+    final_norm = reader.norm("model.norm.weight", shape.hidden_size)
     checkpoint.check_all_taken()
     rotary = RotaryEmbedding(config, max_positions, dtype, device)
     return Decoder(config, embed, tuple(layers), final_norm, lm_head, rotary)
@@ -126,9 +126,12 @@ class _LayerReader:
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.checkpoint.take(name, shape).to(self.device, self.dtype)
 
+    def norm(self, name: str, size: int) -> Tensor:
+        return self.checkpoint.take(name, (size,)).to(self.device, torch.float32)
+
     def layer(self, index: int) -> DecoderLayer:
         shape, prefix = self.config.shape, f"model.layers.{index}"
-        hidden, head_dim = (shape.hidden_size,), (shape.head_dim,)
+        hidden = shape.hidden_size
         qkv, o, gate_up, down = shape.projections
         bias = {
             "qkv_proj": self.config.qkv_bias,
@@ -142,11 +145,11 @@ class _LayerReader:
 
         def qk_norm(name: str) -> Tensor | None:
             path = f"{prefix}.self_attn.{name}.weight"
-            return self.tensor(path, head_dim) if shape.qk_norm else None
+            return self.norm(path, shape.head_dim) if shape.qk_norm else None
 
         return DecoderLayer(
-            input_norm=self.tensor(f"{prefix}.input_layernorm.weight", hidden),
-            post_attention_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+            input_norm=self.norm(f"{prefix}.input_layernorm.weight", hidden),
+            post_attention_norm=self.norm(f"{prefix}.post_attention_layernorm.weight", hidden),
             q_norm=qk_norm("q_norm"),
             k_norm=qk_norm("k_norm"),
             qkv_proj=linear(0, qkv),
