@@ -6,11 +6,13 @@ import typer
 
 from loractl.commands.delete import delete
 from loractl.commands.history import history
+from loractl.commands.inspect import inspect
 from loractl.commands.list import list_adapters
 from loractl.commands.load import load, unload
 from loractl.commands.pin import pin, unpin
 from loractl.commands.promote import promote, rollback
 from loractl.commands.push import push
+from loractl.commands.resize import resize
 from loractl.commands.show import show
 from loractl.commands.status import status
 from loractl.commands.version import version
@@ -23,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # help is plain text: loading Rich for it would double its time
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(inspect)
+app.command()(resize)
 app.command()(push)
 app.command()(promote)
 app.command()(rollback)
@@ -36,7 +40,6 @@ app.command()(pin)
 app.command()(unpin)
 app.command()(delete)
 app.command()(version)
-
 
 def main() -> None:
     app()

@@ -10,8 +10,9 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 from lorad.adapters.peft_config import MAX_CONFIG_BYTES
 from lorad.adapters.safetensors_header import LENGTH_BYTES, corrupt, header_length
@@ -23,8 +24,37 @@ _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_LISTED = 1000  # a directory with more files is not searched for hints
 
 
+class ByteSource(Protocol):
+    """A file that can be read in pieces: one on disk, or one on the hub."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read_at(self, start: int, count: int) -> bytes:
+        """Exactly `count` bytes; raises `adapter.weights_corrupt` when there are fewer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """An open file; `size` is what it had when it was opened."""
+
+    descriptor: int
+    size: int
+
+    def read_at(self, start: int, count: int) -> bytes:
+        chunks = []
+        while count:
+            chunk = os.pread(self.descriptor, count, start)
+            if not chunk:
+                raise corrupt(f"the file ended {count} bytes early: it is being written")
+            chunks.append(chunk)
+            start, count = start + len(chunk), count - len(chunk)
+        return b"".join(chunks)
+
+
 @contextmanager
-def open_adapter_file(directory: Path, name: str) -> Iterator[BinaryIO]:
+def open_adapter_file(directory: Path, name: str) -> Iterator[LocalFile]:
     """Open `name` inside `directory` for reading; a regular file, or an error.
 
     Raises `path.not_found`, `path.permission`, `adapter.config_missing`,
@@ -40,10 +70,13 @@ def open_adapter_file(directory: Path, name: str) -> Iterator[BinaryIO]:
             raise _unreadable(directory / name) from None
         except OSError as error:  # ELOOP: a symbolic link; ENXIO: a socket
             raise _not_a_file(name, error.strerror) from None
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise _not_a_file(name, "a directory, pipe or device")
-            yield file
+            yield LocalFile(descriptor, status.st_size)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -126,38 +159,22 @@ def _other_weight_files(folder: int) -> list[str]:
 def read_config_file(directory: Path) -> bytes:
     """adapter_config.json, at most 1 MiB of it."""
     with open_adapter_file(directory, CONFIG_FILE) as file:
-        text = read_exactly(file, min(file_size(file), MAX_CONFIG_BYTES + 1))
-    check_config_size(len(text))
-    return text
+        return read_config_bytes(file)
 
 
-def check_config_size(size: int) -> None:
-    if size > MAX_CONFIG_BYTES:
+def read_config_bytes(source: ByteSource) -> bytes:
+    """The whole file, if it is no larger than a config can be; raises `adapter.too_large`."""
+    if source.size > MAX_CONFIG_BYTES:
         raise LoradError(
             "adapter.too_large",
-            f"{CONFIG_FILE} is larger than {MAX_CONFIG_BYTES} bytes",
+            f"{CONFIG_FILE} has {source.size} bytes; at most {MAX_CONFIG_BYTES} are read",
             hint="it must be the file PEFT's save_pretrained writes",
-            details={"limit": MAX_CONFIG_BYTES},
+            details={"bytes": source.size, "limit": MAX_CONFIG_BYTES},
         )
+    return source.read_at(0, source.size)
 
 
-def read_header(file: BinaryIO) -> tuple[bytes, int]:
-    """(header JSON, bytes of the whole file) of an open safetensors file."""
-    file_bytes = file_size(file)
-    length = header_length(read_exactly(file, min(LENGTH_BYTES, file_bytes)), file_bytes)
-    return read_exactly(file, length), file_bytes
-
-
-def file_size(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
-def read_exactly(file: BinaryIO, count: int) -> bytes:
-    """`count` bytes from an unbuffered file; a file that ends before is corrupt."""
-    chunks = bytearray()
-    while len(chunks) < count:
-        chunk = file.read(count - len(chunks))
-        if not chunk:
-            raise corrupt(f"the file ended {count - len(chunks)} bytes early: it is being written")
-        chunks += chunk
-    return bytes(chunks)
+def read_header_bytes(source: ByteSource) -> bytes:
+    """The header's JSON alone; raises `adapter.weights_corrupt` or `adapter.too_large`."""
+    length = header_length(source.read_at(0, min(LENGTH_BYTES, source.size)), source.size)
+    return source.read_at(LENGTH_BYTES, length)

@@ -10,14 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lorad.adapters import adapter_files
-from lorad.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE
-from lorad.adapters.lora_modules import FUSED_LEAVES, Finding, LoraModule, collect_modules
-from lorad.adapters.peft_config import LoraSettings, load_config, read_settings
+from lorad.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE, ByteSource, read_config_bytes
+from lorad.adapters.findings import Finding, config_findings
+from lorad.adapters.lora_modules import (
+    FUSED_LEAVES,
+    LoraModule,
+    collect_modules,
+    modules_present,
+)
+from lorad.adapters.peft_config import load_config, read_settings
 from lorad.adapters.safetensors_header import TensorEntry, parse_header
 from lorad.errors import LoradError
 from lorad.sizing.adapter_size import ModuleRank
@@ -25,15 +32,21 @@ from lorad.sizing.model_shape import ModelShape
 
 __all__ = [
     "CONFIG_FILE",
+    "FUSED_LEAVES",
     "WEIGHTS_FILE",
+    "ByteSource",
     "Finding",
     "LoraModule",
     "PeftAdapter",
     "ServedFactor",
     "TensorEntry",
     "adapter_digest",
-    "assemble_adapter",
+    "check_adapter",
+    "modules_present",
+    "open_adapter",
     "read_adapter",
+    "read_config_bytes",
+    "served_digest",
 ]
 
 _CHUNK_BYTES = 1 << 20
@@ -118,42 +131,40 @@ def read_adapter(
     With `shape` None there is no base model to check the tensors' shapes against. Raises
     `path.*` and `adapter.*` errors. No tensor is read.
     """
-    config = load_config(adapter_files.read_config_file(directory))
-    with adapter_files.open_adapter_file(directory, WEIGHTS_FILE) as file:
-        return _from_open_file(directory, config, file, shape, max_lora_rank)
+    with open_adapter(directory, shape, max_lora_rank=max_lora_rank) as (adapter, _):
+        return adapter
 
 
-def _from_open_file(
+@contextmanager
+def open_adapter(
+    directory: Path, shape: ModelShape | None, *, max_lora_rank: int | None = None
+) -> Iterator[tuple[PeftAdapter, ByteSource]]:
+    """`read_adapter` that keeps the weights file open, so that its tensors can be read too."""
+    config = adapter_files.read_config_file(directory)
+    with adapter_files.open_adapter_file(directory, WEIGHTS_FILE) as weights:
+        yield check_adapter(directory, config, weights, shape, max_lora_rank), weights
+
+
+def check_adapter(
     directory: Path,
-    config: dict[str, Any],
-    file: BinaryIO,
+    config: bytes,
+    weights: ByteSource,
     shape: ModelShape | None,
     max_lora_rank: int | None,
 ) -> PeftAdapter:
-    settings = read_settings(config)
-    header, file_bytes = adapter_files.read_header(file)
-    entries = parse_header(header, file_bytes)
-    return assemble_adapter(directory, settings, entries, file_bytes, shape, max_lora_rank)
-
-
-def assemble_adapter(
-    directory: Path,
-    settings: LoraSettings,
-    entries: tuple[TensorEntry, ...],
-    file_bytes: int,
-    shape: ModelShape | None,
-    max_lora_rank: int | None,
-) -> PeftAdapter:
-    """The same checks for headers that came from elsewhere (the hub)."""
+    """All checks, on files from anywhere; `directory` only says where they came from."""
+    settings = read_settings(load_config(config))
+    entries = parse_header(adapter_files.read_header_bytes(weights), weights.size)
     modules, set_aside = collect_modules(entries, settings, shape)
     _check_max_rank(modules, max_lora_rank)
+    trained = [module.trained_path for module in modules]
     return PeftAdapter(
         directory=directory,
         config=settings.raw,
         weights_file=directory / WEIGHTS_FILE,
-        file_bytes=file_bytes,
+        file_bytes=weights.size,
         modules=modules,
-        warnings=(*_config_findings(settings), *set_aside),
+        warnings=(*config_findings(settings, trained), *set_aside),
         base_model_name=settings.base_model_name,
     )
 
@@ -169,23 +180,6 @@ def _check_max_rank(modules: tuple[LoraModule, ...], max_lora_rank: int | None) 
         )
 
 
-def _config_findings(settings: LoraSettings) -> Iterator[Finding]:
-    if settings.base_model_name is None:
-        yield Finding("base_name_missing", "the config does not name a base model")
-    if settings.unknown:
-        yield Finding(
-            "unknown_config_keys",
-            f"unknown config keys, all at a neutral value: {', '.join(settings.unknown)[:200]}",
-            {"keys": list(settings.unknown[:50])},
-        )
-    if settings.defaulted:
-        yield Finding(
-            "config_default_used",
-            f"{' and '.join(settings.defaulted)} not given; PEFT's default of 8 is used",
-            {"keys": list(settings.defaulted)},
-        )
-
-
 def adapter_digest(directory: Path) -> str:
     """ "sha256:..." over what would be served: two equal digests mean equal maths.
 
@@ -194,14 +188,18 @@ def adapter_digest(directory: Path) -> str:
     config keys that change nothing do not enter. The file is streamed; raises what
     `read_adapter` raises.
     """
-    config = load_config(adapter_files.read_config_file(directory))
-    with adapter_files.open_adapter_file(directory, WEIGHTS_FILE) as file:
-        adapter = _from_open_file(directory, config, file, None, None)
-        digest = hashlib.sha256(b"lorad adapter 1\n")
-        for module in sorted(adapter.modules, key=lambda module: module.path):
-            digest.update(_digest_line(module))
-            for entry in (module.a, module.b):
-                _update_with_tensor(digest, file, entry)
+    with open_adapter(directory, None) as (adapter, weights):
+        return served_digest(adapter, weights)
+
+
+def served_digest(adapter: PeftAdapter, weights: ByteSource) -> str:
+    """`adapter_digest` of an adapter that is open already."""
+    digest = hashlib.sha256(b"lorad adapter 1\n")
+    for module in sorted(adapter.modules, key=lambda module: module.path):
+        digest.update(_digest_line(module))
+        for entry in (module.a, module.b):
+            for start in range(entry.start, entry.end, _CHUNK_BYTES):
+                digest.update(weights.read_at(start, min(_CHUNK_BYTES, entry.end - start)))
     return f"sha256:{digest.hexdigest()}"
 
 
@@ -209,12 +207,3 @@ def _digest_line(module: LoraModule) -> bytes:
     factors = [[entry.dtype, list(entry.shape)] for entry in (module.a, module.b)]
     line = [module.path, module.rank, module.scaling.hex(), *factors]
     return json.dumps(line).encode("ascii") + b"\n"
-
-
-def _update_with_tensor(digest: hashlib._Hash, file: BinaryIO, entry: TensorEntry) -> None:
-    file.seek(entry.start)
-    left = entry.nbytes
-    while left:
-        chunk = adapter_files.read_exactly(file, min(left, _CHUNK_BYTES))
-        digest.update(chunk)
-        left -= len(chunk)

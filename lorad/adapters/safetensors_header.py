@@ -19,8 +19,10 @@ from lorad.errors import LoradError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 32 << 20
-MAX_TENSORS = 200_000
+MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 8
+MAX_NAME_BYTES = 1024
+MAX_METADATA = 10_000
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -178,8 +180,8 @@ class _Scanner:
     def _skip_metadata(self) -> None:
         seen: set[str] = set()
         for key in self._keys():
-            if key in seen:
-                raise corrupt(f"__metadata__ names {key!r} twice")
+            if key in seen or len(seen) == MAX_METADATA:
+                raise self._unexpected("a metadata key that is there twice, or too many keys")
             seen.add(key)
             self._match(_TEXT, "a string")
 
@@ -242,6 +244,8 @@ class _Scanner:
         return match is not None
 
     def _decode(self, quoted: bytes) -> str:
+        if len(quoted) > MAX_NAME_BYTES:
+            raise self._unexpected(f"a name of {len(quoted)} bytes")
         try:
             text = quoted.decode("utf-8")
             if "\\" in text:
