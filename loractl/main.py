@@ -41,6 +41,7 @@ app.command()(unpin)
 app.command()(delete)
 app.command()(version)
 
+
 def main() -> None:
     app()
 
