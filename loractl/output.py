@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lorad.errors import LoradError
+from lorad.errors import ErrorClass, LoradError
+
+_CLEAR = "\x1b[2J\x1b[H"  # the terminal's screen, and its cursor to the top
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,9 +41,56 @@ def cell(value: object, style: str = "") -> Text:
     return Text(printable(value), style=style)
 
 
-def print_json(schema: str, data: dict[str, Any]) -> None:
-    """One JSON document on stdout; `schema` is like "lorad/plan/v1"."""
-    typer.echo(json.dumps({"schema": schema, **data}, indent=2))
+def print_json(schema: str, data: Mapping[str, Any], *, line: bool = False) -> None:
+    """One JSON document on stdout; `schema` is like "lorad/plan/v1". `line`: all on one line."""
+    typer.echo(json.dumps({"schema": schema, **data}, indent=None if line else 2))
+
+
+def print_columns(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Left-aligned columns as wide as their cells, with control characters made visible.
+
+    Plain text, because a tool that is asked for one line must not take the time to load Rich.
+    """
+    lines = [list(header), *([printable(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (text.ljust(width) for text, width in zip(line, widths, strict=True))
+        typer.echo("  ".join(padded).rstrip())
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """One `name  value` line each."""
+    width = max(map(len, fields))
+    for name, value in fields.items():
+        typer.echo(f"{name.ljust(width)}  {printable(value)}".rstrip())
+
+
+def note(text: str) -> None:
+    """A remark for a person, on stderr."""
+    typer.echo(printable(text), err=True)
+
+
+def local_time(seconds: float | None) -> str:
+    """Seconds since the epoch as local time; "-" for None."""
+    if seconds is None:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def watched(show: Callable[[], None], *, interval: float, on: bool) -> None:
+    """Show once, or with --watch again and again until the user stops it."""
+    show()
+    while on:
+        time.sleep(interval)
+        if sys.stdout.isatty():
+            typer.echo(_CLEAR, nl=False)
+        show()
+
+
+def end_dry_run(*, dry_run: bool, changed: bool) -> None:
+    """Exit 1 when a dry run found something to change."""
+    if dry_run and changed:
+        raise typer.Exit(ErrorClass.NEGATIVE.exit_code)
 
 
 def human_bytes(count: int | float) -> str:
@@ -70,5 +120,5 @@ def reported(as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except LoradError as error:
-        print_error(error, as_json=as_json)
+        print_error(error, as_json=as_json, request_id=getattr(error, "request_id", ""))
         raise typer.Exit(error.kind.exit_code) from None

@@ -1,0 +1,54 @@
+"""`loractl history`: who changed what of an adapter, when and why."""
+
+from __future__ import annotations
+
+import pwd
+from typing import Annotated
+
+import typer
+
+from loractl.client import AdminClient
+from loractl.options import JsonOption, NameArgument, SocketOption, TimeoutOption
+from loractl.output import local_time, print_columns, print_json, reported
+from lorad import wire
+from lorad.adapter_ref import AdapterName
+
+_HEADER = ("WHEN", "WHO", "PID", "ACTION", "FROM", "TO", "GENERATION", "REASON")
+
+
+def history(
+    name: NameArgument,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=1000, help="How many changes.")
+    ] = 20,
+    socket: SocketOption = None,
+    timeout: TimeoutOption = 30.0,
+    json: JsonOption = False,
+) -> None:
+    """Show the changes of an adapter, newest first."""
+    with reported(json):
+        found = AdminClient(socket, timeout).history(str(AdapterName.parse(name)), limit)
+    if json:
+        print_json("lorad/history/v1", found)
+    else:
+        print_columns(_HEADER, (_row(event) for event in found["events"]))
+
+
+def _row(event: wire.EventInfo) -> tuple[object, ...]:
+    return (
+        local_time(event["at"]),
+        _user(event["who"]["uid"]),
+        event["who"]["pid"],
+        event["action"],
+        event["from_version"] or "-",
+        event["to_version"] or "-",
+        event["generation"],
+        event["reason"],
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -1,0 +1,63 @@
+"""`loractl list`: every adapter with its live version and where that is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from loractl.client import AdminClient
+from loractl.options import (
+    IntervalOption,
+    JsonOption,
+    SocketOption,
+    TimeoutOption,
+    WatchOption,
+)
+from loractl.output import human_bytes, note, print_columns, print_json, reported, watched
+from lorad import wire
+
+_HEADER = ("NAME", "LIVE", "VERSIONS", "RANK", "SIZE", "TIER", "RUNNING", "WAITING")
+
+
+def list_adapters(
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", help="Only this tenant's.", show_default=False)
+    ] = None,
+    watch: WatchOption = False,
+    interval: IntervalOption = 2.0,
+    socket: SocketOption = None,
+    timeout: TimeoutOption = 30.0,
+    json: JsonOption = False,
+) -> None:
+    """List the adapters: live version, rank, size, and the tier of memory it is in."""
+    client = AdminClient(socket, timeout)
+
+    def show() -> None:
+        found = client.adapters(tenant)
+        if json:
+            print_json("lorad/adapters/v1", found, line=watch)
+        elif found["adapters"]:
+            print_columns(_HEADER, (_row(adapter) for adapter in found["adapters"]))
+        else:
+            note("no adapters: loractl push NAME DIRECTORY makes the first")
+
+    with reported(json):
+        watched(show, interval=interval, on=watch)
+
+
+def _row(adapter: wire.AdapterInfo) -> tuple[object, ...]:
+    """Of the live version, or of the newest when none is live."""
+    versions = adapter["versions"]
+    shown = next((v for v in versions if v["live"]), versions[-1])
+    failed = shown["state"] == "failed"
+    return (
+        adapter["name"],
+        adapter["live"] or "-",
+        len(versions),
+        shown["rank"],
+        human_bytes(shown["bytes"]),
+        "FAILED" if failed else shown["residency"]["tier"],
+        shown["residency"]["running_requests"],
+        shown["residency"]["waiting_requests"],
+    )

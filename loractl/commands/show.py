@@ -1,0 +1,100 @@
+"""`loractl show`: one adapter with its versions, or everything about one version."""
+
+from __future__ import annotations
+
+import typer
+
+from loractl.client import AdminClient
+from loractl.options import JsonOption, RefArgument, SocketOption, TimeoutOption
+from loractl.output import (
+    human_bytes,
+    local_time,
+    note,
+    print_columns,
+    print_fields,
+    print_json,
+    reported,
+)
+from lorad import wire
+from lorad.adapter_ref import split_version
+
+_HEADER = ("VERSION", "LIVE", "RANK", "TARGETS", "SIZE", "TIER", "PINNED", "PUSHED", "MESSAGE")
+
+
+def show(
+    ref: RefArgument,
+    socket: SocketOption = None,
+    timeout: TimeoutOption = 30.0,
+    json: JsonOption = False,
+) -> None:
+    """Show an adapter and its versions, or with @VERSION all that is known of that one."""
+    with reported(json):
+        name, label = split_version(ref)
+        client = AdminClient(socket, timeout)
+        if label is None:
+            adapter = client.adapter(str(name))
+        else:
+            version = client.version(str(name), label)
+    if label is None:
+        print_json("lorad/adapter/v1", adapter) if json else _print_adapter(adapter)
+    elif json:
+        print_json("lorad/version/v1", {"name": str(name), **version})
+    else:
+        _print_version(str(name), version)
+
+
+def _print_adapter(adapter: wire.AdapterInfo) -> None:
+    print_fields(
+        {
+            "name": adapter["name"],
+            "live": adapter["live"] or "none",
+            "live since": local_time(adapter["live_since"]),
+            "generation": adapter["generation"],
+        }
+    )
+    typer.echo("")
+    print_columns(_HEADER, (_row(version) for version in adapter["versions"]))
+    for version in adapter["versions"]:
+        if version["failure"]:
+            note(f"{version['version']} failed: {version['failure']}")
+
+
+def _row(version: wire.VersionInfo) -> tuple[object, ...]:
+    return (
+        version["version"],
+        "live" if version["live"] else "",
+        version["rank"],
+        ",".join(version["targets"]),
+        human_bytes(version["bytes"]),
+        "FAILED" if version["state"] == "failed" else version["residency"]["tier"],
+        "pinned" if version["pinned"] else "",
+        local_time(version["created_at"]),
+        version["message"],
+    )
+
+
+def _print_version(name: str, version: wire.VersionInfo) -> None:
+    memory, by = version["residency"], version["created_by"]
+    print_fields(
+        {
+            "name": name,
+            "version": version["version"],
+            "digest": version["digest"],
+            "state": f"{version['state']} {version['failure']}".strip(),
+            "live": "yes" if version["live"] else "no",
+            "pinned": "yes" if version["pinned"] else "no",
+            "rank": version["rank"],
+            "targets": f"{', '.join(version['targets'])} ({version['modules']} modules)",
+            "files": human_bytes(version["bytes"]),
+            "tier": memory["tier"],
+            "device": human_bytes(memory["device_bytes"]),
+            "host": human_bytes(memory["host_bytes"]),
+            "running": memory["running_requests"],
+            "waiting": memory["waiting_requests"],
+            "trained on": version["trained_on"] or "-",
+            "pushed": f"{local_time(version['created_at'])} by uid {by['uid']}, pid {by['pid']}",
+            "message": version["message"] or "-",
+        }
+    )
+    for warning in version["warnings"]:
+        note(f"warning: {warning['message']} [{warning['code']}]")
