@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -19,18 +19,20 @@ import openai
 import pytest
 import tokenizers
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 from tokenizers import decoders, models, pre_tokenizers
 
 from lorad.adapter_ref import AdapterName, AdapterRef, split_version
 from lorad.engine.detokenizer import Detokenizer
-from lorad.engine.messages import GenerationRequest, RequestOutput, TokenLogprob
+from lorad.engine.messages import GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
 from lorad.errors import LoradError
 from lorad.model.chat_template import ChatTemplate
 from lorad.model.tokenizer import Tokenizer
 from lorad.server.app import build_public_app
+from lorad.server.generation import generate_all
 from lorad.server.limits import Limits
 from lorad.server.listener import public_listener
+from lorad.server.sse import EventStream
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TEMPLATE = (
@@ -729,6 +731,50 @@ def test_the_sdk_closing_a_stream_aborts(site: Site) -> None:
     stream.close()
     wait_for(lambda: site.engine.running == 0, 2)
     assert len(site.engine.aborted) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_closing_ends_the_generation_at_once_not_when_it_is_collected(n: int) -> None:
+    async def scenario() -> None:
+        engine = EngineDouble(endless=True)
+        sampling = SamplingParams(max_tokens=300)
+        requests = [GenerationRequest(f"r{i}", (1, 2), sampling) for i in range(n)]
+        outputs = generate_all(engine, requests)
+        await anext(outputs)
+        await outputs.aclose()
+        assert engine.running == 0
+        assert set(engine.aborted) == {f"r{i}" for i in range(n)}
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_stalls_and_then_leaves_ends_the_stream() -> None:
+    """The server is held up in sending, not in waiting for a token."""
+    closed = []
+
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+        try:
+            while True:
+                yield {"a": 1}
+        finally:
+            closed.append(True)
+
+    async def scenario() -> None:
+        stalled = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                stalled.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> Message:
+            await stalled.wait()
+            return {"type": "http.disconnect"}
+
+        await EventStream(chunks())({"type": "http"}, receive, send)
+        assert closed == [True]
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
 def test_an_answer_that_ended_is_not_aborted(site: Site) -> None:
