@@ -56,7 +56,6 @@ class Detokenizer:
         size = 0
         for token_id in reversed(prompt_ids):
             if size >= _PROMPT_TAIL_BYTES:
-                self._at_start, self._to_strip = False, 0
                 break
             if not self._skipped(token_id):
                 tail.append(token_id)

@@ -143,11 +143,13 @@ async def _chunks(serving: Serving, job: Job, form: Form) -> AsyncGenerator[dict
     head = _head(job, form.chunk_object)
     usage = {"usage": None} if job.options.include_usage else {}
     counts = [0] * len(requests)
+    opened: set[int] = set()
     async with aclosing(generate_all(serving.engine, requests)) as outputs:
         async for index, output in outputs:
-            if counts[index] == 0 and (opening := form.opening(index)) is not None:
+            if index not in opened and (opening := form.opening(index)) is not None:
                 choice = {"index": index, **opening, "finish_reason": None}
                 yield {**head, "choices": [choice], **usage}
+            opened.add(index)
             counts[index] = output.completion_tokens
             if output.text or output.logprobs or output.finish_reason:
                 choice = _choice(index, form.chunk(index, output), output)

@@ -22,7 +22,7 @@ from lorad.server.errors import error_response, plain_error
 from lorad.server.health import MetricsText, Trouble, health, metrics, version
 from lorad.server.limits import Limits
 from lorad.server.models import list_models, show_model
-from lorad.server.request_context import RequestContext
+from lorad.server.request_context import RequestContext, unforeseen
 from lorad.server.serving import GeneratesText, ResolvesModels, Serving
 
 ROUTES = [
@@ -60,6 +60,7 @@ def build_public_app(
             LoradError: _on_lorad_error,
             HTTPException: _on_http_error,
             ClientDisconnect: _on_disconnect,
+            Exception: _on_unforeseen,
         },
     )
     app.router.redirect_slashes = False
@@ -93,6 +94,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return plain_error(error.status_code, "route.not_found", f"there is no route {where}")
+
+
+async def _on_unforeseen(_: Request, __: Exception) -> Response:
+    """A fault of ours; Starlette raises it again afterwards, for the log."""
+    return error_response(unforeseen())
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:

@@ -14,7 +14,7 @@ from lorad.server.answer import Answer, Job, new_id, respond
 from lorad.server.body import read_object
 from lorad.server.logprobs import CompletionLogprobs
 from lorad.server.prompt_fields import Prompt
-from lorad.server.prompts import answer_limit, completion_tokens
+from lorad.server.prompts import answer_limit, prompt_tokens
 from lorad.server.protocol import CompletionBody, parse_completion
 from lorad.server.request_context import tell_adapter, tell_ignored
 from lorad.server.serving import serving_of
@@ -29,7 +29,7 @@ async def completions(request: Request) -> Response:
     tell_ignored(request, body.options.ignored)
     adapter = serving.resolve(body.options.model, tenant)
     tell_adapter(request, adapter)
-    prompts = await completion_tokens(serving, body.prompts)
+    prompts = await prompt_tokens(serving, body.prompts)
     job = Job(
         id=new_id("cmpl"),
         options=body.options,

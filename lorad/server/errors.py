@@ -77,9 +77,13 @@ def plain_error(status: int, code: str, message: str) -> JSONResponse:
 
 
 def _body(message: str, kind: str, code: str, param: Any) -> dict[str, Any]:
-    # A message may quote what a client sent, half a surrogate pair included.
-    message = message.encode(errors="replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    shown = param if param is None else _encodable(str(param))
+    return {"error": {"message": _encodable(message), "type": kind, "param": shown, "code": code}}
+
+
+def _encodable(text: str) -> str:
+    """Errors quote what a client sent, half a surrogate pair included."""
+    return text.encode(errors="replace").decode()
 
 
 def _headers(error: LoradError, public: PublicError) -> dict[str, str]:

@@ -17,6 +17,10 @@ def invalid(param: str, why: str) -> LoradError:
 
 def shown(value: Any) -> str:
     """A value from outside, short enough for an error message."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lorad.errors import LoradError
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -18,3 +20,19 @@ class Limits:
     max_stop_chars: int = 1024
     max_logit_bias: int = 1024
     max_logprobs: int = 20
+
+
+def context_error(limits: Limits, prompt_tokens: int, asked: int | None, param: str) -> LoradError:
+    """The prompt, or the prompt with the `asked` tokens of its answer, passes the context."""
+    more = f" and the answer may have {asked}" if asked is not None else ""
+    return LoradError(
+        "request.context_length",
+        f"the context length is {limits.max_model_len} tokens, but the prompt has"
+        f" {prompt_tokens} tokens{more}",
+        hint="shorten the prompt or ask for fewer tokens",
+        details={
+            "param": param,
+            "prompt_tokens": prompt_tokens,
+            "max_model_len": limits.max_model_len,
+        },
+    )

@@ -9,6 +9,8 @@ from typing import Any
 from lorad.engine.messages import TokenLogprob
 from lorad.model.tokenizer import Tokenizer
 
+_LEAST = -9999.0  # JSON has no infinity: the log-probability of a token that cannot come
+
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
     """`choices[].logprobs` of chat: `bytes` is exact where `token` is a part of a character."""
@@ -22,7 +24,11 @@ def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
 
 def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token_id)
-    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+    return {
+        "token": data.decode(errors="replace"),
+        "logprob": max(logprob, _LEAST),
+        "bytes": list(data),
+    }
 
 
 class CompletionLogprobs:
@@ -38,7 +44,7 @@ class CompletionLogprobs:
         tokens, values, tops, offsets = [], [], [], []
         for entry in logprobs:
             tokens.append(self._name(entry.token_id))
-            values.append(entry.logprob)
+            values.append(max(entry.logprob, _LEAST))
             tops.append(self._top(entry))
             offsets.append(self._offset)
             if not self._tokenizer.is_special(entry.token_id):
@@ -52,8 +58,8 @@ class CompletionLogprobs:
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """The likeliest tokens and the chosen one, so up to one more than asked for."""
-        chosen = {self._name(entry.token_id): entry.logprob}
-        return {self._name(token): value for token, value in entry.top} | chosen
+        tokens = [*entry.top, (entry.token_id, entry.logprob)]
+        return {self._name(token): max(value, _LEAST) for token, value in tokens}
 
     def _name(self, token_id: int) -> str:
         """Text, or `bytes:\\xe2\\x80` for a part of a character, so that no two tokens collide."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lorad.server.fields import integer_of, invalid, list_of, object_of, shown, text_of
-from lorad.server.limits import Limits
+from lorad.server.limits import Limits, context_error
 
 Prompt = str | tuple[int, ...]
 
@@ -36,7 +36,9 @@ def _prompt(value: Any, param: str, limits: Limits) -> Prompt:
 
 
 def _token_ids(values: list[Any], param: str, limits: Limits) -> tuple[int, ...]:
-    """Checked fast: a prompt may have a hundred thousand of them."""
+    """Checked fast, and not at all when they cannot fit: a body has room for millions."""
+    if len(values) >= limits.max_model_len:
+        raise context_error(limits, len(values), None, param)
     top = limits.vocab_size
     for i, token in enumerate(values):
         if type(token) is not int or not 0 <= token < top:

@@ -10,7 +10,7 @@ import anyio
 
 from lorad.errors import LoradError
 from lorad.server.fields import invalid
-from lorad.server.limits import Limits
+from lorad.server.limits import Limits, context_error
 from lorad.server.prompt_fields import Prompt
 from lorad.server.protocol import Options
 from lorad.server.serving import Serving
@@ -25,7 +25,7 @@ async def _away(size: int, work: Callable[[], T]) -> T:
     return work() if size < _LONG else await anyio.to_thread.run_sync(work)
 
 
-async def completion_tokens(serving: Serving, prompts: tuple[Prompt, ...]) -> list[tuple[int, ...]]:
+async def prompt_tokens(serving: Serving, prompts: tuple[Prompt, ...]) -> list[tuple[int, ...]]:
     """Token ids of each prompt; the tokenizer adds a start token if the model wants one."""
     encode = serving.tokenizer.encode
     tokens = [
@@ -68,25 +68,14 @@ def _checked(ids: list[int] | tuple[int, ...], limits: Limits, param: str) -> tu
     return tuple(ids)
 
 
-def answer_limit(options: Options, prompt_tokens: int, limits: Limits, *, chat: bool) -> int:
+def answer_limit(options: Options, prompt_size: int, limits: Limits, *, chat: bool) -> int:
     """How many tokens the answer may have; `request.context_length` when they do not fit.
 
     When the request does not say, a chat answer may fill the context, a completion has 16.
     """
-    room, asked = limits.max_model_len - prompt_tokens, options.max_tokens
+    room, asked = limits.max_model_len - prompt_size, options.max_tokens
     if room < 1 or (asked is not None and asked > room):
-        more = f" and the answer may have {asked}" if asked is not None else ""
-        raise LoradError(
-            "request.context_length",
-            f"the context length is {limits.max_model_len} tokens, but the prompt has"
-            f" {prompt_tokens} tokens{more}",
-            hint="shorten the prompt or ask for fewer tokens",
-            details={
-                "param": "messages" if chat else "prompt",
-                "prompt_tokens": prompt_tokens,
-                "max_model_len": limits.max_model_len,
-            },
-        )
+        raise context_error(limits, prompt_size, asked, "messages" if chat else "prompt")
     if asked is not None:
         return asked
     return room if chat else min(room, _DEFAULT_COMPLETION_TOKENS)

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorad.adapter_ref import AdapterRef
 from lorad.errors import LoradError
-from lorad.server.errors import error_response
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def request_id(scope: Scope) -> str:
 
 
 class RequestContext:
-    """The outermost layer: sets the headers and turns an unforeseen exception into a 500.
+    """The outermost layer: sets the headers, and logs an unforeseen exception with the id.
 
     A client's own `x-request-id` is kept when it is short and plain, so that one id can be
     followed through a gateway.
@@ -60,22 +59,22 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         scope[_HEADERS] = {"x-request-id": _chosen_id(scope)}
-        started = False
+        complete = False
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal started
+            nonlocal complete
             if message["type"] == "http.response.start":
-                started = True
                 MutableHeaders(scope=message).update(scope[_HEADERS])
             await send(message)
+            if message["type"] == "http.response.body":
+                complete = not message.get("more_body", False)
 
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception:
             log.exception("request %s failed", request_id(scope))
-            if started:
+            if not complete:
                 raise
-            await error_response(unforeseen())(scope, receive, send_with_headers)
 
 
 def unforeseen() -> LoradError:
