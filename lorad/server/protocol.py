@@ -114,7 +114,7 @@ _NO_FORMAT = "constrained decoding is not supported"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), _OWN_TEMPLATE),
     "chat_template_kwargs": (({},), _OWN_TEMPLATE),
-    "cache_salt": ((), "the server derives it from the API key, never from the request"),
+    "cache_salt": ((), "who may share a cache is for the server to decide"),
     "tools": (([],), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
