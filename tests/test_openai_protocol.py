@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lorad.server.errors import error_body, error_response, public_error
 from lorad.server.fields import parse_object
 from lorad.server.limits import Limits
 from lorad.server.prompts import answer_limit
-from lorad.server.protocol import parse_chat, parse_completion
+from lorad.server.protocol import REFUSED, parse_chat, parse_completion
 
 LIMITS = Limits(max_model_len=100, vocab_size=50, max_choices=8, max_messages=4)
 USER = {"role": "user", "content": "hi"}
@@ -346,6 +347,12 @@ def test_any_body_is_either_accepted_or_refused_cleanly(fields: dict[str, Any]) 
             parse({**body, **fields}, LIMITS)
         except LoradError as error:
             assert error_response(error).status_code == 400
+
+
+def test_every_refused_field_is_in_the_documentation() -> None:
+    text = (Path(__file__).resolve().parent.parent / "docs/openai-api.md").read_text("utf-8")
+    assert len(REFUSED) > 20
+    assert [name for name in REFUSED if f"`{name}" not in text] == []
 
 
 # --- the JSON itself ----------------------------------------------------------------------

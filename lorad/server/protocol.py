@@ -111,10 +111,10 @@ _NO_FORMAT = "constrained decoding is not supported"
 
 # Fields that would change the answer but are not served: to pass over them in silence would be
 # wrong. With each: the values that ask for nothing, and why any other is refused.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), _OWN_TEMPLATE),
     "chat_template_kwargs": (({},), _OWN_TEMPLATE),
-    "cache_salt": ((), "the server derives it from the API key, never from the request"),
+    "cache_salt": ((), "who may share a cache is for the server to decide"),
     "tools": (([],), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
@@ -142,7 +142,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    for name, (neutral, why) in _REFUSED.items():
+    for name, (neutral, why) in REFUSED.items():
         value = fields.raw(name)
         if value is not None and not any(
             type(value) is type(harmless) and value == harmless for harmless in neutral
