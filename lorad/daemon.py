@@ -37,6 +37,7 @@ from lorad.server.admin_transport import admin_server_config
 from lorad.server.app import build_public_app
 from lorad.server.engine_metrics import metrics_source
 from lorad.server.limits import Limits
+from lorad.server.listener import public_listener
 from lorad.sizing.model_shape import ModelShape, read_config
 from lorad.sockets import AdminSocket
 
@@ -72,7 +73,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
         AdminSocket(
             socket_path(config.admin.socket or None), group=config.admin.group or None
         ) as admin,
-        _listen(config.server.host, config.server.port) as public,
+        contextlib.closing(public_listener(config.server.host, config.server.port)) as public,
     ):
         keys = read_api_keys(Path(config.server.api_keys)) if config.server.api_keys else {}
         directory = model_directory(config.model.path)
@@ -229,25 +230,6 @@ def _engine_options(config: Config, directory: Path) -> EngineOptions:
         block_size=config.memory.block_size,
         host_cache_bytes=config.memory.host_cache_bytes,
     )
-
-
-@contextlib.contextmanager
-def _listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound TCP socket; `socket.in_use` names the address that is taken."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise LoradError(
-            "socket.in_use",
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="choose another --port, or 0 for a free one",
-            details={"host": host, "port": port},
-        ) from None
-    try:
-        yield sock
-    finally:
-        sock.close()
 
 
 def read_api_keys(file: Path) -> dict[str, str]:
