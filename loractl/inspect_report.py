@@ -7,7 +7,9 @@ from itertools import groupby
 from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
-from loractl.output import cell, console, human_bytes
+import typer
+
+from loractl.output import cell, console, human_bytes, printable
 from lorad.adapters.peft_format import FUSED_LEAVES, LoraModule, PeftAdapter, modules_present
 from lorad.sizing.adapter_size import pack_adapter
 from lorad.sizing.model_shape import ModelShape
@@ -158,9 +160,9 @@ def layer_ranges(layers: Sequence[int]) -> str:
 
 def print_report(report: dict[str, Any]) -> None:
     """The same document for a person, on stdout."""
-    out = console()
     for name, value in _summary_lines(report):
-        out.print(cell(f"{name:<17}", "bold"), cell(value), sep="")
+        typer.echo(f"{name:<17}{printable(value)}")  # Rich, for the tables, takes time to load
+    out = console()
     out.print(_group_table(report["groups"], _COLUMNS))
     if "norm" in report["groups"][0]:
         measured = [column for column in _MEASURED_COLUMNS if column[1] in report["groups"][0]]

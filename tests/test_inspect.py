@@ -515,6 +515,20 @@ def test_a_hub_repository_is_read_by_ranges(hub: Any, tmp_path: Path) -> None:
     assert [revision for name, revision, _ in hub.sent if name == WEIGHTS_FILE] == ["c0ffee"]
 
 
+def test_a_base_on_the_hub_is_compared_by_shape_and_by_name(
+    hub: Any, base: Path, tmp_path: Path
+) -> None:
+    save(hub.root / "some-org" / "adapter", factors())
+    for name, codes in (("Base", []), ("other", ["base_name_differs"])):
+        repository = hub.root / "mirror" / name
+        repository.mkdir(parents=True)
+        (repository / "config.json").write_text((base / "config.json").read_text())
+        done = on_hub(hub, tmp_path, "some-org/adapter", "--base", f"mirror/{name}")
+        found = json.loads(done.stdout)
+        assert found["modules_matched"] == found["modules_present"] == 21
+        assert [warning["code"] for warning in found["warnings"]] == codes
+
+
 def test_what_a_hub_repository_lacks(hub: Any, tmp_path: Path) -> None:
     def code(*arguments: str) -> str:
         done = on_hub(hub, tmp_path, *arguments)

@@ -12,7 +12,14 @@ from loractl.hub import is_hub_id, read_hub_adapter
 from loractl.inspect_report import inspect_report, print_report
 from loractl.model_source import load_config
 from loractl.output import print_json, reported
-from lorad.adapters.peft_format import ByteSource, PeftAdapter, open_adapter, served_digest
+from loractl.tensor_work import use_one_thread, with_progress
+from lorad.adapters.peft_format import (
+    ByteSource,
+    PeftAdapter,
+    base_name_finding,
+    open_adapter,
+    served_digest,
+)
 from lorad.errors import LoradError
 from lorad.sizing.model_shape import ModelShape
 
@@ -40,18 +47,7 @@ def inspect(
     """Check an adapter from its two headers alone: ranks, scalings, targets, bytes."""
     with reported(json):
         shape = ModelShape.from_config(*load_config(base)) if base else None
-        if is_hub_id(path):
-            _refuse_reading(path, stats or spectrum)
-            report = inspect_report(
-                read_hub_adapter(path, shape, max_lora_rank=max_lora_rank), shape, base
-            )
-        else:
-            directory = Path(path).expanduser()
-            with open_adapter(directory, shape, max_lora_rank=max_lora_rank) as opened:
-                if stats or spectrum:
-                    report = _measured_report(*opened, shape, base, spectrum)
-                else:
-                    report = inspect_report(opened[0], shape, base)
+        report = _report(path, shape, base, max_lora_rank, stats or spectrum, spectrum)
     if json:
         print_json("lorad/inspect/v1", report)
     else:
@@ -60,13 +56,41 @@ def inspect(
         raise typer.Exit(_STRICT_EXIT)
 
 
-def _refuse_reading(hub_id: str, tensors: bool) -> None:
-    if tensors:
-        raise LoradError(
-            "usage.invalid",
-            "--stats and --spectrum read every tensor, so they need a local directory",
-            hint=f"hf download {hub_id} --local-dir DIR",
-        )
+def _report(
+    path: str,
+    shape: ModelShape | None,
+    base: str | None,
+    max_lora_rank: int | None,
+    tensors: bool,
+    spectrum: bool,
+) -> dict[str, Any]:
+    if is_hub_id(path):
+        if tensors:
+            raise _needs_download(path)
+        adapter = read_hub_adapter(path, shape, max_lora_rank=max_lora_rank)
+        return inspect_report(_with_name_check(adapter, base), shape, base)
+    directory = Path(path).expanduser()
+    with open_adapter(directory, shape, max_lora_rank=max_lora_rank) as (adapter, weights):
+        adapter = _with_name_check(adapter, base)
+        if not tensors:
+            return inspect_report(adapter, shape, base)
+        return _measured_report(adapter, weights, shape, base, spectrum)
+
+
+def _with_name_check(adapter: PeftAdapter, base: str | None) -> PeftAdapter:
+    """A hub id is a name that can be compared; a path is not."""
+    if base is None or not is_hub_id(base):
+        return adapter
+    found = base_name_finding(adapter.base_model_name, base)
+    return adapter if found is None else replace(adapter, warnings=(*adapter.warnings, found))
+
+
+def _needs_download(hub_id: str) -> LoradError:
+    return LoradError(
+        "usage.invalid",
+        "--stats and --spectrum read every tensor, so they need a local directory",
+        hint=f"hf download {hub_id} --local-dir DIR",
+    )
 
 
 def _measured_report(
@@ -76,8 +100,9 @@ def _measured_report(
     base: str | None,
     spectrum: bool,
 ) -> dict[str, Any]:
+    use_one_thread()
     from lorad.adapters.spectrum import measure
 
-    stats, found = measure(adapter.modules, weights, spectrum=spectrum)
+    stats, found = measure(with_progress(adapter.modules), weights, spectrum=spectrum)
     adapter = replace(adapter, warnings=(*adapter.warnings, *found))
     return inspect_report(adapter, shape, base, stats, served_digest(adapter, weights))

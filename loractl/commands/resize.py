@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loractl.output import cell, console, human_bytes, print_json, reported
+from loractl.output import human_bytes, print_json, printable, reported
+from loractl.tensor_work import use_one_thread, with_progress
 from lorad.adapters.peft_format import PeftAdapter, open_adapter, read_adapter
 from lorad.errors import LoradError
 
@@ -46,17 +47,20 @@ def resize(
 def _resize(
     directory: Path, out: Path, rank: int | None, energy: float | None
 ) -> tuple[PeftAdapter, list[ResizedModule]]:
+    use_one_thread()
     from lorad.adapters.resize import ranks_at_most, ranks_for_energy, resize_adapter
     from lorad.adapters.spectrum import measure
 
     with open_adapter(directory.expanduser(), None) as (adapter, weights):
-        stats, _ = measure(adapter.modules, weights, spectrum=energy is not None)
+        stats, _ = measure(with_progress(adapter.modules), weights, spectrum=energy is not None)
         ranks = (
             ranks_for_energy(stats, energy)
             if energy is not None
             else ranks_at_most(adapter, rank or adapter.max_rank)
         )
-        return adapter, resize_adapter(adapter, weights, ranks, out.expanduser())
+        return adapter, resize_adapter(
+            adapter, weights, ranks, out.expanduser(), progress=with_progress
+        )
 
 
 def _report(
@@ -73,7 +77,6 @@ def _report(
 
 
 def _print(report: dict[str, Any]) -> None:
-    out = console()
     ranks, sizes = report["max_lora_rank"], report["file_bytes"]
     lines = (
         ("written", report["to"]),
@@ -82,4 +85,4 @@ def _print(report: dict[str, Any]) -> None:
         ("energy kept", f"at least {report['least_energy_kept']:.4%} of every module's delta"),
     )
     for name, value in lines:
-        out.print(cell(f"{name:<14}", "bold"), cell(value), sep="")
+        typer.echo(f"{name:<14}{printable(value)}")

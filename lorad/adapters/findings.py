@@ -20,6 +20,22 @@ class Finding:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def base_name_finding(trained_on: str | None, served: str) -> Finding | None:
+    """A warning when an adapter names another model than the one that is served.
+
+    The same model has many names (mirrors, local paths), so only the last part is compared and
+    the shapes decide.
+    """
+    if trained_on is None or _last_part(trained_on) == _last_part(served):
+        return None
+    message = f"trained on {trained_on[:120]}, checked against {served[:120]}"
+    return Finding("base_name_differs", message, {"trained_on": trained_on[:200], "base": served})
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
+
+
 def config_findings(settings: LoraSettings, trained_paths: Sequence[str]) -> Iterator[Finding]:
     """What the config says that the tensors do not bear out, or does not say at all."""
     if settings.base_model_name is None:

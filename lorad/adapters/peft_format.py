@@ -17,7 +17,7 @@ from typing import Any
 
 from lorad.adapters import adapter_files
 from lorad.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE, ByteSource, read_config_bytes
-from lorad.adapters.findings import Finding, config_findings
+from lorad.adapters.findings import Finding, base_name_finding, config_findings
 from lorad.adapters.lora_modules import (
     FUSED_LEAVES,
     LoraModule,
@@ -41,6 +41,7 @@ __all__ = [
     "ServedFactor",
     "TensorEntry",
     "adapter_digest",
+    "base_name_finding",
     "check_adapter",
     "modules_present",
     "open_adapter",

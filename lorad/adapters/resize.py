@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,15 +49,22 @@ def ranks_for_energy(stats: Sequence[ModuleStats], energy: float) -> dict[str, i
     return {one.module.path: max(1, one.effective_rank(energy)) for one in stats}
 
 
+Progress = Callable[[Sequence[LoraModule]], Iterable[LoraModule]]
+
+
 def resize_adapter(
-    adapter: PeftAdapter, source: ByteSource, ranks: Mapping[str, int], out: Path
+    adapter: PeftAdapter,
+    source: ByteSource,
+    ranks: Mapping[str, int],
+    out: Path,
+    progress: Progress = iter,
 ) -> list[ResizedModule]:
     """Write `adapter` to the new directory `out`, with `ranks` by module path.
 
     A module whose rank stays is copied bit for bit. The others are the best approximation of that
     rank; their scaling is folded into the factors, in the dtypes they had. The directory appears
-    complete or not at all. Raises `usage.invalid` when `out` exists, `path.permission` when it
-    cannot be written.
+    complete or not at all; `progress` sees the modules go by. Raises `usage.invalid` when `out`
+    exists, `path.permission` when it cannot be written.
     """
     if out.exists():
         raise LoradError(
@@ -76,7 +83,7 @@ def resize_adapter(
             details={"path": str(out)},
         ) from None
     try:
-        resized = _write_files(adapter, source, ranks, staging)
+        resized = _write_files(adapter, source, ranks, staging, progress)
         staging.chmod(0o755)
         staging.rename(out)
     except BaseException:
@@ -86,14 +93,18 @@ def resize_adapter(
 
 
 def _write_files(
-    adapter: PeftAdapter, source: ByteSource, ranks: Mapping[str, int], directory: Path
+    adapter: PeftAdapter,
+    source: ByteSource,
+    ranks: Mapping[str, int],
+    directory: Path,
+    progress: Progress,
 ) -> list[ResizedModule]:
     with (directory / WEIGHTS_FILE).open("xb") as file:
         file.write(_header(adapter.modules, ranks))
         rslora = bool(adapter.config.get("use_rslora"))
         resized = [
             _write_module(file, module, source, ranks[module.path], rslora)
-            for module in adapter.modules
+            for module in progress(adapter.modules)
         ]
         file.flush()
         os.fsync(file.fileno())
