@@ -21,6 +21,13 @@ from typing import Any
 import httpx
 import pytest
 
+from lorad.server.admin import DAEMON_ROUTES
+from lorad.server.admin_adapters import READ_ROUTES
+from lorad.server.admin_changes import CHANGE_ROUTES
+from lorad.server.admin_residency import RESIDENCY_ROUTES
+from lorad.server.admin_uploads import UPLOAD_ROUTES
+from lorad.server.admin_vllm import VLLM_ROUTES
+
 DAEMON = Path(__file__).with_name("admin_daemon.py")
 _SHARED = runpy.run_path(str(DAEMON))
 write_adapter, BASE = _SHARED["write_adapter"], _SHARED["BASE"]
@@ -602,6 +609,18 @@ def test_curl_works_as_the_manual_says(tinker: Daemon) -> None:
     upload = curl("http://lorad/v1/uploads", "-d", '{"name": "tinker"}')["id"]
     put = curl("-T", str(big), f"http://lorad/v1/uploads/{upload}/files/{WEIGHTS}")
     assert put["bytes"] == 1 << 20
+
+
+def test_manual_names_every_route() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "admin-api.md").read_text()
+    routes = [
+        *(*DAEMON_ROUTES, *UPLOAD_ROUTES, *VLLM_ROUTES),
+        *(*RESIDENCY_ROUTES, *CHANGE_ROUTES, *READ_ROUTES),
+    ]
+    for route in routes:
+        path, _, verb = route.path.replace("{name:path}", "{name}").partition(":")
+        assert (f":{verb}`" if verb else path) in text, route.path
+        assert any(method in text for method in route.methods or ())
 
 
 def test_shutdown_ends_the_daemon_and_removes_its_socket(daemon: Daemon) -> None:

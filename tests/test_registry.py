@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import runpy
 import signal
 import sqlite3
@@ -447,6 +448,23 @@ def test_altered_bytes_are_never_served_until_pushed_again(
     assert registry.resolve("tinker") == ref
     assert registry.verify(ref)
     assert [e.action for e in registry.history(TINKER)][:2] == [Action.RESTORE, Action.FAIL]
+
+
+def test_files_that_cannot_be_opened_just_now_are_not_taken_for_lost(
+    registry: Registry, adapters: list[Path]
+) -> None:
+    ref = push(registry, adapters[0]).version.ref
+    registry.promote(TINKER, "v1", who=ME)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(LoradError) as caught:
+            registry.verify(ref)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert code(caught) == "store.unavailable"
+    assert registry.verify(ref)
+    assert registry.resolve("tinker") == ref
 
 
 # --- start and restart ----------------------------------------------------------------------------

@@ -61,6 +61,8 @@ def push(
                 dry_run=dry_run,
                 progress=progress,
             )
+        if not json:
+            _print_pushed(pushed)
         moved = None
         new_label = pushed["version"]["version"]
         if promote and not (dry_run and pushed["changed"]):
@@ -69,13 +71,15 @@ def push(
             )
     if json:
         print_json("lorad/push/v1", {**pushed, "promoted": moved})
-    else:
-        _print(pushed, moved)
+    elif moved is not None:
+        typer.echo(printable(f"{moved['name']}: live is {moved['to_version']}"))
+    elif not pushed["version"]["live"] and not dry_run:
+        note(f"not live: loractl promote {target} {new_label}")
     changed = pushed["changed"] or (moved is not None and moved["changed"])
     end_dry_run(dry_run=dry_run, changed=changed)
 
 
-def _print(pushed: wire.PushResult, moved: wire.MoveResult | None) -> None:
+def _print_pushed(pushed: wire.PushResult) -> None:
     version = pushed["version"]
     ref = f"{pushed['name']}@{version['version']}"
     what = (
@@ -85,10 +89,6 @@ def _print(pushed: wire.PushResult, moved: wire.MoveResult | None) -> None:
     typer.echo(printable(f"{ref} {would}{pushed['outcome']}: {what}, {version['digest'][:19]}"))
     for warning in version["warnings"]:
         note(f"warning: {warning['message']} [{warning['code']}]")
-    if moved is not None:
-        typer.echo(printable(f"{moved['name']}: live is {moved['to_version']}"))
-    elif not version["live"] and not pushed["dry_run"]:
-        note(f"not live: loractl promote {pushed['name']} {version['version']}")
 
 
 @contextmanager

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from lorad.adapter_ref import AdapterName
-from lorad.adapters.peft_format import adapter_digest
 from lorad.errors import LoradError
 from lorad.registry import changes, rows
 from lorad.registry.database import Database
+from lorad.registry.integrity import damage, damage_by_size
 from lorad.registry.records import Adapter, Version
 from lorad.registry.store import VersionStore
 
@@ -31,17 +30,6 @@ def reconcile(database: Database, store: VersionStore, base_model: str) -> None:
     _remove_orphans(store, {a.name: set(a.versions) for a in adapters})
 
 
-def content_failure(directory: Path, digest: str) -> str:
-    """Why a directory does not hold the content of a digest; "" when it does."""
-    try:
-        found = adapter_digest(directory)
-    except LoradError as error:
-        return error.message
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    return "" if found == digest else f"their digest is {found}, not {digest}"
-
-
 def refuse_lost_database(database: Database, store: VersionStore) -> None:
     """An empty database beside a full store means that the database was lost: delete nothing."""
     if database.fresh and any(store.stored()):
@@ -56,14 +44,13 @@ def _reconcile_adapter(
     database: Database, store: VersionStore, base_model: str, adapter: Adapter
 ) -> None:
     for label, version in adapter.versions.items():
-        sizes = (version.config_bytes, version.weights_bytes)
-        damage = store.damage(adapter.name, label, sizes)
-        if version.servable and damage:
-            log.error("%s cannot be served: %s", version.ref, damage)
+        lost = damage_by_size(store, version)
+        if version.servable and lost:
+            log.error("%s cannot be served: %s", version.ref, lost)
             with database.transaction() as db:
                 key = rows.key(db, base_model, adapter.name)
-                changes.mark_failed(db, key, label, damage)
-        elif not version.servable and not damage and _whole(store, version):
+                changes.mark_failed(db, key, label, lost)
+        elif not version.servable and not lost and _whole(store, version):
             log.info("%s is whole again", version.ref)
             with database.transaction() as db:
                 key = rows.key(db, base_model, adapter.name)
@@ -71,8 +58,10 @@ def _reconcile_adapter(
 
 
 def _whole(store: VersionStore, version: Version) -> bool:
-    directory = store.directory(version.ref.name, version.label)
-    return not content_failure(directory, version.ref.digest)
+    try:
+        return not damage(store, version)
+    except LoradError:
+        return False
 
 
 def _remove_orphans(store: VersionStore, known: dict[AdapterName, set[str]]) -> None:

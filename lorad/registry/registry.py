@@ -16,8 +16,9 @@ from lorad.errors import LoradError
 from lorad.registry import changes, rows
 from lorad.registry.catalog import Catalog, version_failed
 from lorad.registry.database import Database
+from lorad.registry.integrity import damage
 from lorad.registry.push import Incoming, decide, new_version
-from lorad.registry.reconcile import content_failure, reconcile, refuse_lost_database
+from lorad.registry.reconcile import reconcile, refuse_lost_database
 from lorad.registry.records import (
     Action,
     Adapter,
@@ -353,11 +354,11 @@ class Registry:
     def verify(self, ref: AdapterRef) -> Path:
         """Read a version's files whole and return its directory if they have its digest.
 
-        Otherwise the version is marked failed, and `store.digest_mismatch` is raised. Reads
-        every byte: for the thread that loads.
+        Otherwise the version is marked failed, and `store.digest_mismatch` is raised; or
+        `store.unavailable`, when they cannot be read just now. Reads every byte: for the
+        thread that loads.
         """
-        directory = self.directory(ref)
-        failure = content_failure(directory, ref.digest)
+        failure = damage(self._store, self.version(ref.name, ref.version))
         if failure:
             self._mark_failed(ref, failure)
             raise LoradError(
@@ -366,7 +367,7 @@ class Registry:
                 hint="push the same content again to restore it, or roll back",
                 details={"adapter": str(ref.name), "version": ref.version},
             )
-        return directory
+        return self.directory(ref)
 
     def _mark_failed(self, ref: AdapterRef, failure: str) -> None:
         with self._database.lock:

@@ -53,7 +53,7 @@ def build_admin_app(
     app = Starlette(
         # The specific paths come first: a name takes whatever is left of one.
         routes=[
-            *_DAEMON_ROUTES,
+            *DAEMON_ROUTES,
             *UPLOAD_ROUTES,
             *VLLM_ROUTES,
             *RESIDENCY_ROUTES,
@@ -125,7 +125,7 @@ async def stop(request: Request) -> Response:
     return JSONResponse({"status": "stopping"}, status_code=202)
 
 
-_DAEMON_ROUTES = [
+DAEMON_ROUTES = [
     Route(wire.HEALTHZ, healthz),
     Route(wire.STATUS, status),
     Route(wire.CONFIG, show_config),

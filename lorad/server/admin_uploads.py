@@ -96,7 +96,7 @@ def push_result(request: Request, pushed: Pushed, *, dry_run: bool) -> wire.Push
 
 
 def _take(request: Request) -> Upload:
-    return uploads(request).take(request.path_params["upload"], who(request).uid)
+    return uploads(request).take(request.path_params["id"], who(request).uid)
 
 
 def _content_length(request: Request) -> int:
@@ -119,7 +119,7 @@ def _check_complete(upload: Upload) -> None:
 
 UPLOAD_ROUTES = [
     Route(wire.UPLOADS, create, methods=["POST"]),
-    Route(f"{wire.UPLOADS}/{{upload}}/files/{{file}}", put_file, methods=["PUT"]),
-    Route(f"{wire.UPLOADS}/{{upload}}:commit", commit, methods=["POST"]),
-    Route(f"{wire.UPLOADS}/{{upload}}", discard, methods=["DELETE"]),
+    Route(f"{wire.UPLOADS}/{{id}}/files/{{file}}", put_file, methods=["PUT"]),
+    Route(f"{wire.UPLOADS}/{{id}}:commit", commit, methods=["POST"]),
+    Route(f"{wire.UPLOADS}/{{id}}", discard, methods=["DELETE"]),
 ]
