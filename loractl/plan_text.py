@@ -61,7 +61,7 @@ def _adapter_lines(made: Plan) -> Iterator[str]:
 
 def _kind_line(made: Plan, kind: AdapterKind) -> str:
     nbytes = made.kind_bytes(kind)
-    note = f"{nbytes:,} B, {_count(made.kind_pages(kind), 'page')}; {', '.join(kind.leaves)}"
+    note = f"{nbytes:,} B, {_count(made.kind_pages(kind), 'page')}; {', '.join(kind.targets)}"
     return _row(printable(kind.label), human_bytes(nbytes), note)
 
 
@@ -70,21 +70,37 @@ def _count(number: int, noun: str) -> str:
 
 
 def _budget_lines(made: Plan, budget: Budget) -> Iterator[str]:
-    machine, demand = made.question.machine, made.question.demand
+    machine = made.question.machine
     yield f"Memory of {printable(machine.label) if machine else ''}"
     if machine and machine.total:
         share = f"exact: {machine.utilization:.0%} of {human_bytes(machine.total)}"
         yield _row("usable", human_bytes(budget.usable), share)
-        yield _row("weights", human_bytes(budget.weights), "exact")
+    beside = "exact" if budget.scratch else "exact; beside the slab"
+    yield _row("weights", human_bytes(budget.weights), beside)
     if budget.scratch:
         low, high = human_bytes(budget.scratch.low), human_bytes(budget.scratch.high)
-        yield _row("scratch", human_bytes(budget.scratch.best), f"reserved; {low} to {high} used")
+        note = f"reserved; {low} to {high} used by activations, LoRA rows, logits, graphs"
+        yield _row("scratch", human_bytes(budget.scratch.reserved), note)
     pages = f"exact: {_count(budget.pages, 'page')} of {human_bytes(budget.page)}"
     yield _row("slab", human_bytes(budget.slab), pages if budget.slab > 0 else "does not fit")
-    kv = f"  KV, {demand.concurrency} x {demand.context:,}"
-    yield _row(kv, human_bytes(budget.kv_pages * budget.page), f"{budget.kv_pages:,} pages")
-    left = budget.adapter_pages
-    yield _row("  left for adapters", human_bytes(left * budget.page), _count(left, "page"))
+    yield from _slab_lines(made, budget)
+
+
+def _slab_lines(made: Plan, budget: Budget) -> Iterator[str]:
+    demand, rec = made.question.demand, made.recommendation
+
+    def part(label: str, pages: int) -> str:
+        return _row(f"  {label}", human_bytes(pages * budget.page), _count(pages, "page"))
+
+    yield part(f"KV, {demand.concurrency} x {demand.context:,}", budget.kv_pages)
+    if rec is None:
+        yield part("left for adapters", budget.adapter_pages)
+        return
+    wanted = min(budget.adapter_pages, int(rec.max_loras * made.mean_pages))
+    yield part(f"adapters, {rec.max_loras:,}", wanted)
+    yield part("free, caches more of them", budget.adapter_pages - wanted)
+    host = f"{rec.max_cpu_loras:,} adapters in host memory"
+    yield _row("host cache", human_bytes(rec.max_cpu_loras * made.mean_bytes), host)
 
 
 def _buys_lines(made: Plan, budget: Budget) -> Iterator[str]:

@@ -42,8 +42,8 @@ def plan(
     targets: Annotated[
         str,
         typer.Option(
-            help="Linears with --rank: qv, qkv, attn, mlp, all-linear, experts (each expert's "
-            "linears), experts-3d (PEFT target_parameters), or names joined by commas.",
+            help="Linears with --rank, joined by commas: qv, qkv, attn, mlp, all-linear (as PEFT "
+            "has it), names; with experts also router, experts, experts-3d, experts-merged.",
             rich_help_panel=_ADAPTERS,
         ),
     ] = "all-linear",

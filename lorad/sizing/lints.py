@@ -13,6 +13,7 @@ from lorad.sizing.fleet import AdapterKind
 from lorad.sizing.other_engines import vllm_rank, vllm_reservation
 from lorad.sizing.recommend import FleetSizes, Recommendation, Workload, slots_curve
 
+DEFAULT_SLOTS = 8  # compared where neither a setting nor a workload says how many
 _HIGH_RANK, _USUAL_RANK = 64, 16
 _BUSY = 0.7  # utilization of the loader from which waiting grows fast
 _MEDUSA_HEADS = 4
@@ -65,7 +66,7 @@ class Situation:
     def slots(self) -> int:
         if self.deployment.max_loras:
             return self.deployment.max_loras
-        return self.recommendation.max_loras if self.recommendation else len(self.kinds)
+        return self.recommendation.max_loras if self.recommendation else DEFAULT_SLOTS
 
     @property
     def largest_rank(self) -> int:
@@ -280,7 +281,7 @@ def _scratch(at: Situation) -> Iterator[Lint]:
     if not budget or not machine or not budget.scratch or budget.slab <= 0:
         return
     spare = machine.total - budget.usable
-    over = budget.scratch.high - budget.scratch.best - spare
+    over = budget.scratch.high - budget.scratch.reserved - spare
     if over > 0:
         yield Lint(
             "scratch-tight",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lorad.sizing.architecture import Architecture
 from lorad.sizing.budget import Budget, Demand, Itemsizes, Machine, make_budget
 from lorad.sizing.fleet import AdapterKind
-from lorad.sizing.lints import Deployment, Lint, Situation, find_lints
+from lorad.sizing.lints import DEFAULT_SLOTS, Deployment, Lint, Situation, find_lints
 from lorad.sizing.memory_plan import page_bytes, pages_for
 from lorad.sizing.other_engines import Reservation, sglang_reservation, vllm_reservation
 from lorad.sizing.recommend import FleetSizes, Recommendation, Workload, recommend
@@ -47,7 +47,7 @@ class Plan:
         """Adapters that run at once: what `max_loras` is, or would be."""
         if self.question.deployment.max_loras:
             return self.question.deployment.max_loras
-        return self.recommendation.max_loras if self.recommendation else len(self.question.kinds)
+        return self.recommendation.max_loras if self.recommendation else DEFAULT_SLOTS
 
     def kind_bytes(self, kind: AdapterKind) -> int:
         return kind.nbytes(self.question.sizes.adapters)
