@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lorad.errors import LoradError
 from lorad.sizing.adapter_size import ModuleRank, pack_adapter, uniform_modules
@@ -25,7 +27,7 @@ from lorad.sizing.memory_plan import (
     scratch_bytes,
     weight_bytes,
 )
-from lorad.sizing.model_shape import ModelShape
+from lorad.sizing.model_shape import ModelShape, read_config
 from lorad.sizing.targets import resolve_targets
 
 LAYERS = 2  # of each model in the comparisons: the widths are the real ones
@@ -162,6 +164,33 @@ def test_catalogue_agrees_with_published_config(name, published):
     assert architecture(published) == architecture(known(name).config)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3.2-1b",
+        "mistral-7b-v0.1",
+        "qwen2.5-0.5b",
+        "qwen3-0.6b",
+        "gemma-2-2b",
+        "gemma-3-1b",
+        "phi-4-mini",
+        "smollm3-3b",
+        "mixtral-8x7b",
+        "qwen1.5-moe-a2.7b",
+        "qwen3-30b-a3b",
+        "deepseek-v2-lite",
+    ],
+)
+def test_config_saved_by_transformers_is_read_the_same(name, tmp_path):
+    """A file of today's transformers has other keys than one of the model's own day."""
+    from transformers import AutoConfig
+
+    config = dict(known(name).config)
+    AutoConfig.for_model(config.pop("model_type"), **config).save_pretrained(tmp_path)
+    saved = read_config(tmp_path)
+    assert architecture(saved) == architecture(known(name).config)
+
+
 def test_models_are_found_by_every_spelling():
     for text in ("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "Meta-Llama-3.1-8B"):
         assert known(text).name == "llama-3.1-8b"
@@ -182,6 +211,30 @@ def test_bad_size_names_the_key(value):
     with pytest.raises(LoradError) as caught:
         architecture({**LLAMA_31_8B, "hidden_size": value})
     assert caught.value.details == {"key": "hidden_size"}
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.none())
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_value_under_any_key_is_read_or_refused(data):
+    """One key of a real config replaced by something else: never a traceback, never a hang."""
+    model = data.draw(st.sampled_from(known_models()))
+    config = json.loads(json.dumps(model.config))
+    target = config
+    if "text_config" in config and data.draw(st.booleans()):
+        target = config[data.draw(st.sampled_from(["text_config", "vision_config"]))]
+    target[data.draw(st.sampled_from(sorted(target)))] = data.draw(JUNK)
+    try:
+        arch = architecture(config)
+    except LoradError as error:
+        assert error.code.startswith("model.")
+    else:
+        assert arch.elements > 0
+        assert arch.kv_elements(3) > 0
 
 
 def test_sliding_windows_are_known():
