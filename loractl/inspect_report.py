@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from loractl.output import cell, console, human_bytes
@@ -14,19 +15,31 @@ from lorad.sizing.model_shape import ModelShape
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lorad.adapters.spectrum import ModuleStats
+
+ENERGIES = (0.9, 0.99)  # shares of the squared norm at which ranks are reported
 SERVED_ITEMSIZE = 2  # bfloat16 or float16
 # vLLM rounds the largest rank of its adapters up to one of these.
 VLLM_RANK_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def inspect_report(
-    adapter: PeftAdapter, shape: ModelShape | None, base: str | None
+    adapter: PeftAdapter,
+    shape: ModelShape | None,
+    base: str | None,
+    measured: Sequence[ModuleStats] = (),
+    digest: str | None = None,
 ) -> dict[str, Any]:
-    """The document of `loractl inspect --json`, without its schema. Sizes in bytes."""
-    return {
+    """The document of `loractl inspect --json`, without its schema. Sizes in bytes.
+
+    `measured` and `digest` are there when the tensors were read.
+    """
+    stats = {one.module.path: one for one in measured}
+    report = {
         "path": str(adapter.directory),
         "base_model_name": adapter.base_model_name,
         "base": base,
+        "digest": digest,
         "file_bytes": adapter.file_bytes,
         "dtypes": list(adapter.dtypes),
         "rslora": bool(adapter.config.get("use_rslora")),
@@ -37,13 +50,16 @@ def inspect_report(
         "modules_present": None if shape is None else modules_present(shape),
         "served_bytes": sum(map(served_bytes, adapter.modules)),
         "allocated_bytes": _allocated_bytes(adapter, shape),
-        "groups": list(_groups(adapter.modules)),
-        "modules": {module.path: _module(module) for module in adapter.modules},
+        "groups": list(_groups(adapter.modules, stats)),
+        "modules": {m.path: _module(m, stats.get(m.path)) for m in adapter.modules},
         "warnings": [
             {"code": found.code, "message": found.message, "details": found.details}
             for found in adapter.warnings
         ],
     }
+    if any(one.singular_values for one in measured):
+        report["resized"] = [_resized(measured, energy) for energy in ENERGIES]
+    return report
 
 
 def vllm_rank_bucket(rank: int) -> int:
@@ -64,17 +80,25 @@ def _allocated_bytes(adapter: PeftAdapter, shape: ModelShape | None) -> int | No
     return pack_adapter(shape, adapter.module_ranks(), SERVED_ITEMSIZE).nbytes
 
 
-def _module(module: LoraModule) -> dict[str, Any]:
-    return {
+def _module(module: LoraModule, stats: ModuleStats | None) -> dict[str, Any]:
+    data: dict[str, Any] = {
         "rank": module.rank,
         "alpha": module.alpha,
         "scaling": module.scaling,
         "dtypes": [module.a.dtype, module.b.dtype],
         "shape": [module.b.shape[0], module.a.shape[1]],
     }
+    if stats:
+        data["norm"] = stats.norm
+    if stats and stats.singular_values:
+        data["singular_values"] = [float(f"{value:.6g}") for value in stats.singular_values]
+        data["ranks"] = {str(energy): stats.effective_rank(energy) for energy in ENERGIES}
+    return data
 
 
-def _groups(modules: Sequence[LoraModule]) -> Iterator[dict[str, Any]]:
+def _groups(
+    modules: Sequence[LoraModule], stats: Mapping[str, ModuleStats]
+) -> Iterator[dict[str, Any]]:
     """Modules that differ in their layer alone, as one row."""
 
     def key(module: LoraModule) -> tuple[str, int, float, float, tuple[str, str]]:
@@ -92,7 +116,35 @@ def _groups(modules: Sequence[LoraModule]) -> Iterator[dict[str, Any]]:
             "dtypes": sorted(set(dtypes)),
             "file_bytes": sum(module.a.nbytes + module.b.nbytes for module in group),
             "served_bytes": sum(map(served_bytes, group)),
+            **_group_stats([stats[module.path] for module in group if module.path in stats]),
         }
+
+
+def _group_stats(stats: Sequence[ModuleStats]) -> dict[str, Any]:
+    if not stats:
+        return {}
+    data: dict[str, Any] = {"norm": sum(one.norm**2 for one in stats) ** 0.5}
+    if stats[0].singular_values:
+        for energy in ENERGIES:
+            ranks = [one.effective_rank(energy) for one in stats]
+            data[f"rank_{energy:.0%}".replace("%", "")] = {
+                "median": median_high(ranks),
+                "max": max(ranks),
+            }
+    return data
+
+
+def _resized(measured: Sequence[ModuleStats], energy: float) -> dict[str, Any]:
+    """What is left when every module is re-ranked to keep this share of its delta's energy."""
+    ranks = [max(1, one.effective_rank(energy)) for one in measured]
+    return {
+        "energy": energy,
+        "max_lora_rank": max(ranks),
+        "served_bytes": sum(
+            served_bytes(one.module) * rank // one.module.rank
+            for one, rank in zip(measured, ranks, strict=True)
+        ),
+    }
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
@@ -109,7 +161,14 @@ def print_report(report: dict[str, Any]) -> None:
     out = console()
     for name, value in _summary_lines(report):
         out.print(cell(f"{name:<17}", "bold"), cell(value), sep="")
-    out.print(_group_table(report["groups"]))
+    out.print(_group_table(report["groups"], _COLUMNS))
+    if "norm" in report["groups"][0]:
+        measured = [column for column in _MEASURED_COLUMNS if column[1] in report["groups"][0]]
+        out.print(_group_table(report["groups"], measured))
+    if "resized" in report:
+        out.print("rank for a share of the energy: median / largest over the layers")
+    for one in report.get("resized", ()):
+        out.print(cell(_resize_line(one, report["served_bytes"])))
     for warning in report["warnings"]:
         out.print(cell(f"warning: {warning['message']} [{warning['code']}]", "yellow"))
 
@@ -126,25 +185,48 @@ def _summary_lines(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "modules", f"{report['modules_matched']}" + (f" of {present} matched" if present else "")
 
 
-def _group_table(groups: list[dict[str, Any]]) -> Table:
+def _resize_line(resized: dict[str, Any], served: int) -> str:
+    saved = 1 - resized["served_bytes"] / served
+    return (
+        f"resize --energy {resized['energy']:g}: largest rank {resized['max_lora_rank']}, "
+        f"{human_bytes(resized['served_bytes'])} served, {saved:.0%} less"
+    )
+
+
+def _group_table(groups: list[dict[str, Any]], columns: Sequence[Column]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("target")
-    table.add_column("layers")
-    for name in ("rank", "alpha", "scaling", "dtype", "in file", "served"):
-        table.add_column(name, justify="right")
+    for title, key, _ in columns:
+        left = key in ("target", "layers")
+        table.add_column(title, justify="left" if left else "right", no_wrap=key != "layers")
     for group in groups:
-        values = (
-            group["target"],
-            layer_ranges(group["layers"]),
-            group["rank"],
-            f"{group['alpha']:g}",
-            f"{group['scaling']:.6g}",
-            ", ".join(group["dtypes"]),
-            human_bytes(group["file_bytes"]),
-            human_bytes(group["served_bytes"]),
-        )
-        table.add_row(*map(cell, values))
+        table.add_row(*(cell(show(group[key])) for _, key, show in columns))
     return table
+
+
+def _rank_range(ranks: Mapping[str, int]) -> str:
+    return f"{ranks['median']} / {ranks['max']}"
+
+
+# Title, key of a group, and how its value is written.
+Column = tuple[str, str, Callable[[Any], str]]
+_COLUMNS: tuple[Column, ...] = (
+    ("target", "target", str),
+    ("layers", "layers", layer_ranges),
+    ("rank", "rank", str),
+    ("alpha", "alpha", "{:g}".format),
+    ("scaling", "scaling", "{:.6g}".format),
+    ("dtype", "dtypes", "+".join),
+    ("in file", "file_bytes", human_bytes),
+    ("served", "served_bytes", human_bytes),
+)
+_MEASURED_COLUMNS: tuple[Column, ...] = (
+    ("target", "target", str),
+    ("layers", "layers", layer_ranges),
+    ("rank", "rank", str),
+    ("norm of delta", "norm", "{:.4g}".format),
+    ("rank for 90 %", "rank_90", _rank_range),
+    ("rank for 99 %", "rank_99", _rank_range),
+)

@@ -6,6 +6,7 @@ import typer
 
 from loractl.commands.inspect import inspect
 from loractl.commands.plan import plan
+from loractl.commands.resize import resize
 
 app = typer.Typer(
     name="loractl",
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command()(inspect)
 app.command()(plan)
+app.command()(resize)
 
 
 @app.callback()

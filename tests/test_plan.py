@@ -140,6 +140,31 @@ def test_adapters_are_read_from_their_files(tmp_path, tiny_model):
     assert fleet["recommended"]["max_lora_rank"] == 24
 
 
+def test_spectrum_says_what_rank_an_adapter_needs(tmp_path, tiny_model):
+    """A rank-64 adapter whose deltas have rank 2, stored in 64 columns."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        a, b = torch.zeros(64, 64), torch.zeros(64, 64)
+        a[:2], b[:, :2] = torch.randn(2, 64), torch.randn(64, 2)
+        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    directory = tmp_path / "wide"
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 64, "lora_alpha": 64, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", tiny_model, "--adapters", directory]
+    (lint,) = document(*words, "--spectrum")["lints"]
+    assert lint["code"] == "rank-over-spectrum"
+    assert "at most 2 hold 99 %" in lint["message"]
+    assert lint["cost_bytes"] == 2 * (64 - 2) * 128 * 2
+    (guess,) = document(*words)["lints"]
+    assert guess["cost_bytes"] < lint["cost_bytes"]
+
+
 # Recommendations
 
 
@@ -246,6 +271,7 @@ def test_what_does_not_fit_exits_with_one_and_says_by_how_much():
         (["--rank", "8", "--speculation", "magic"], "'magic'"),
         (["--rank", "8", "--plot", "plan.pdf"], "'plan.pdf'"),
         (["--rank", "8", "--adapters", "."], "--adapters"),
+        (["--rank", "8", "--spectrum"], "--adapters"),
     ],
 )
 def test_wrong_usage_exits_with_two_and_names_the_word(words, named):

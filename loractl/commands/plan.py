@@ -39,6 +39,14 @@ def plan(
             rich_help_panel=_ADAPTERS,
         ),
     ] = None,
+    spectrum: Annotated[
+        bool,
+        typer.Option(
+            "--spectrum",
+            help="Read the tensors of --adapters of rank 64 and more, and say what rank they need.",
+            rich_help_panel=_ADAPTERS,
+        ),
+    ] = False,
     targets: Annotated[
         str,
         typer.Option(
@@ -279,6 +287,7 @@ def plan(
             model=model,
             rank=rank,
             adapters=tuple(adapters or ()),
+            spectrum=spectrum,
             targets=targets,
             dtype=dtype,
             kv_dtype=kv_dtype,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from lorad.adapters.findings import Finding
 from lorad.adapters.peft_config import LoraSettings
 from lorad.adapters.safetensors_header import TensorEntry
 from lorad.adapters.tensor_names import DecoderModule, Kind, TensorName, decoder_module, split_name
@@ -30,15 +30,6 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Something worth a person's attention that does not stop the adapter from being served."""
-
-    code: str
-    message: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class LoraModule:
     """One adapted linear: `a` is lora_A `[rank, in]`, `b` is lora_B `[out, rank]`.
 
@@ -55,6 +46,11 @@ class LoraModule:
     scaling: float
     a: TensorEntry
     b: TensorEntry
+
+    @property
+    def trained_path(self) -> str:
+        """The name of the linear in the model it was trained on, without PEFT's prefix."""
+        return split_name(self.a.name).module
 
 
 @dataclass(frozen=True, slots=True)

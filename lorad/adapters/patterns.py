@@ -13,7 +13,7 @@ be made to run for years, so it is never given one:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from lorad.adapters.regex import RegexUnsupported, compile_regex
 from lorad.errors import LoradError
@@ -54,7 +54,7 @@ class PatternTable:
     """
 
     def __init__(self, where: str, values: Mapping[str, float]) -> None:
-        self._where = where
+        self.where = where
         longest = max(map(len, values), default=0)
         regexes = sum(not _PLAIN.fullmatch(key) for key in values)
         if len(values) > MAX_KEYS or longest > MAX_KEY_LENGTH or regexes > MAX_REGEXES:
@@ -63,19 +63,28 @@ class PatternTable:
                 f"{where} is too large: {len(values)} keys (at most {MAX_KEYS}), "
                 f"{regexes} of them regular expressions (at most {MAX_REGEXES}), "
                 f"the longest of {longest} characters (at most {MAX_KEY_LENGTH})",
+                hint="write one key for several modules, such as the leaf name alone",
                 details={"key": where},
             )
         self._rules = [(key, self._matcher(key), value) for key, value in values.items()]
 
     def get(self, path: str) -> float | None:
         """The value of the first key that matches `path`, or None."""
-        for key, matches, value in self._rules:
-            try:
-                if matches(path):
-                    return value
-            except RegexUnsupported as reason:
-                raise _refusal(self._where, key, reason) from None
-        return None
+        return next((value for key, m, value in self._rules if self._matches(key, m, path)), None)
+
+    def unused(self, paths: Sequence[str]) -> list[str]:
+        """The keys that match none of `paths`."""
+        return [
+            key
+            for key, matcher, _ in self._rules
+            if not any(self._matches(key, matcher, path) for path in paths)
+        ]
+
+    def _matches(self, key: str, matcher: Matcher, path: str) -> bool:
+        try:
+            return matcher(path)
+        except RegexUnsupported as reason:
+            raise _refusal(self.where, key, reason) from None
 
     def _matcher(self, key: str) -> Matcher:
         if _PLAIN.fullmatch(key):
@@ -83,4 +92,4 @@ class PatternTable:
         try:
             return compile_regex(key)
         except RegexUnsupported as reason:
-            raise _refusal(self._where, key, reason) from None
+            raise _refusal(self.where, key, reason) from None

@@ -17,14 +17,14 @@ from typing import Any
 
 from lorad.adapters import adapter_files
 from lorad.adapters.adapter_files import CONFIG_FILE, WEIGHTS_FILE, ByteSource, read_config_bytes
+from lorad.adapters.findings import Finding, config_findings
 from lorad.adapters.lora_modules import (
     FUSED_LEAVES,
-    Finding,
     LoraModule,
     collect_modules,
     modules_present,
 )
-from lorad.adapters.peft_config import LoraSettings, load_config, read_settings
+from lorad.adapters.peft_config import load_config, read_settings
 from lorad.adapters.safetensors_header import TensorEntry, parse_header
 from lorad.errors import LoradError
 from lorad.sizing.adapter_size import ModuleRank
@@ -46,6 +46,7 @@ __all__ = [
     "open_adapter",
     "read_adapter",
     "read_config_bytes",
+    "served_digest",
 ]
 
 _CHUNK_BYTES = 1 << 20
@@ -156,13 +157,14 @@ def check_adapter(
     entries = parse_header(adapter_files.read_header_bytes(weights), weights.size)
     modules, set_aside = collect_modules(entries, settings, shape)
     _check_max_rank(modules, max_lora_rank)
+    trained = [module.trained_path for module in modules]
     return PeftAdapter(
         directory=directory,
         config=settings.raw,
         weights_file=directory / WEIGHTS_FILE,
         file_bytes=weights.size,
         modules=modules,
-        warnings=(*_config_findings(settings), *set_aside),
+        warnings=(*config_findings(settings, trained), *set_aside),
         base_model_name=settings.base_model_name,
     )
 
@@ -178,23 +180,6 @@ def _check_max_rank(modules: tuple[LoraModule, ...], max_lora_rank: int | None) 
         )
 
 
-def _config_findings(settings: LoraSettings) -> Iterator[Finding]:
-    if settings.base_model_name is None:
-        yield Finding("base_name_missing", "the config does not name a base model")
-    if settings.unknown:
-        yield Finding(
-            "unknown_config_keys",
-            f"unknown config keys, all at a neutral value: {', '.join(settings.unknown)[:200]}",
-            {"keys": list(settings.unknown[:50])},
-        )
-    if settings.defaulted:
-        yield Finding(
-            "config_default_used",
-            f"{' and '.join(settings.defaulted)} not given; PEFT's default of 8 is used",
-            {"keys": list(settings.defaulted)},
-        )
-
-
 def adapter_digest(directory: Path) -> str:
     """ "sha256:..." over what would be served: two equal digests mean equal maths.
 
@@ -203,13 +188,18 @@ def adapter_digest(directory: Path) -> str:
     config keys that change nothing do not enter. The file is streamed; raises what
     `read_adapter` raises.
     """
-    digest = hashlib.sha256(b"lorad adapter 1\n")
     with open_adapter(directory, None) as (adapter, weights):
-        for module in sorted(adapter.modules, key=lambda module: module.path):
-            digest.update(_digest_line(module))
-            for entry in (module.a, module.b):
-                for start in range(entry.start, entry.end, _CHUNK_BYTES):
-                    digest.update(weights.read_at(start, min(_CHUNK_BYTES, entry.end - start)))
+        return served_digest(adapter, weights)
+
+
+def served_digest(adapter: PeftAdapter, weights: ByteSource) -> str:
+    """`adapter_digest` of an adapter that is open already."""
+    digest = hashlib.sha256(b"lorad adapter 1\n")
+    for module in sorted(adapter.modules, key=lambda module: module.path):
+        digest.update(_digest_line(module))
+        for entry in (module.a, module.b):
+            for start in range(entry.start, entry.end, _CHUNK_BYTES):
+                digest.update(weights.read_at(start, min(_CHUNK_BYTES, entry.end - start)))
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -54,6 +54,7 @@ class AdapterKind:
 
     label: str  # "rank 16", or the name of a directory
     sizes: tuple[TargetSize, ...]
+    needed: AdapterKind | None = None  # at the ranks its spectrum asks for, where it was read
 
     @property
     def rank(self) -> int:

@@ -14,7 +14,7 @@ from lorad.sizing.other_engines import vllm_rank, vllm_reservation
 from lorad.sizing.recommend import FleetSizes, Recommendation, Workload, slots_curve
 
 DEFAULT_SLOTS = 8  # compared where neither a setting nor a workload says how many
-_HIGH_RANK, _USUAL_RANK = 64, 16
+HIGH_RANK, _USUAL_RANK = 64, 16
 _BUSY = 0.7  # utilization of the loader from which waiting grows fast
 _MEDUSA_HEADS = 4
 # support-v2, support_v2.1, support@3, support-2024-05-01: one adapter under several names.
@@ -226,15 +226,28 @@ def _speculation(at: Situation) -> Iterator[Lint]:
 
 def _high_rank(at: Situation) -> Iterator[Lint]:
     for kind in at.kinds:
-        if kind.rank < _HIGH_RANK:
-            continue
-        now = kind.nbytes(at.sizes.adapters)
+        if kind.needed is not None:
+            yield from _over_spectrum(at, kind, kind.needed)
+        elif kind.rank >= HIGH_RANK:
+            now = kind.nbytes(at.sizes.adapters)
+            yield Lint(
+                "rank-over-spectrum",
+                f"{kind.label}: rank {kind.rank} is often more than the weights use; "
+                f"at rank {_USUAL_RANK} it would be {_USUAL_RANK / kind.rank:.0%} of the size",
+                "see `loractl inspect --spectrum`, then `loractl resize`",
+                cost_bytes=now - now * _USUAL_RANK // kind.rank,
+            )
+
+
+def _over_spectrum(at: Situation, kind: AdapterKind, needed: AdapterKind) -> Iterator[Lint]:
+    saved = kind.nbytes(at.sizes.adapters) - needed.nbytes(at.sizes.adapters)
+    if saved > 0:
         yield Lint(
             "rank-over-spectrum",
-            f"{kind.label}: rank {kind.rank} is often more than the weights use; "
-            f"at rank {_USUAL_RANK} it would be {_USUAL_RANK / kind.rank:.0%} of the size",
-            "see `loractl inspect --spectrum`, then `loractl resize`",
-            cost_bytes=now - now * _USUAL_RANK // kind.rank,
+            f"{kind.label}: of its rank {kind.rank}, at most {needed.rank} hold 99 % of the "
+            "energy of any of its modules",
+            f"loractl resize {kind.label} --energy 0.99",
+            cost_bytes=saved,
         )
 
 
