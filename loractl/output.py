@@ -26,7 +26,9 @@ def console(*, stderr: bool = False) -> Console:
 
 def printable(value: object) -> str:
     """Text from outside (a name, a path, an error) with control characters made visible."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value)
+    )
 
 
 def cell(value: object, style: str = "") -> Text:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -159,7 +160,8 @@ def test_spectrum_says_what_rank_an_adapter_needs(tmp_path, tiny_model):
     words = ["plan", "--model", tiny_model, "--adapters", directory]
     (lint,) = document(*words, "--spectrum")["lints"]
     assert lint["code"] == "rank-over-spectrum"
-    assert "at most 2 hold 99 %" in lint["message"]
+    assert lint["message"].startswith("wide (rank 64) keeps 99 % of the energy")
+    assert "at rank 2 or less" in lint["message"]
     assert lint["cost_bytes"] == 2 * (64 - 2) * 128 * 2
     (guess,) = document(*words)["lints"]
     assert guess["cost_bytes"] < lint["cost_bytes"]
@@ -407,6 +409,38 @@ def test_png_needs_matplotlib_and_says_so(tmp_path, monkeypatch):
 
 def test_plot_into_a_missing_directory_is_an_error(tmp_path):
     assert "cannot be written" in run(*FLEET, "--plot", tmp_path / "no" / "p.svg", code=2).stderr
+
+
+# The manual
+
+
+def screens_of_the_manual():
+    text = (ROOT / "docs/planning.md").read_text()
+    return re.findall(r"^```console\n\$ loractl (.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("command", "screen"), screens_of_the_manual())
+def test_screens_of_the_manual_are_real(command, screen):
+    assert run(*shlex.split(command)).stdout.rstrip() == screen.rstrip()
+
+
+def test_picture_of_the_manual_is_real(tmp_path):
+    picture = "docs/img/plan-llama-3.1-8b.svg"
+    text = " ".join((ROOT / "docs/planning.md").read_text().split())
+    command = re.search(rf"`loractl (plan [^`]*--plot) {picture}`", text).group(1)
+    run(*shlex.split(command), tmp_path / "new.svg")
+    assert (tmp_path / "new.svg").read_text() == (ROOT / picture).read_text()
+
+
+def test_every_finding_is_in_the_manual():
+    codes = set(
+        re.findall(
+            r'^ +"([a-z]+(?:-[a-z]+)+)",$', (ROOT / "lorad/sizing/lints.py").read_text(), re.M
+        )
+    )
+    text = (ROOT / "docs/planning.md").read_text()
+    assert len(codes) >= 14
+    assert [code for code in sorted(codes) if f"`{code}`" not in text] == []
 
 
 # Findings

@@ -25,7 +25,8 @@ _VERSION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """One finding. A cost is per GPU; None where it cannot be put in that unit."""
+    """One finding. A cost in bytes is per GPU, one in ms is the mean per request or per load;
+    None where it cannot be put in that unit."""
 
     code: str
     message: str
@@ -232,11 +233,16 @@ def _high_rank(at: Situation) -> Iterator[Lint]:
             now = kind.nbytes(at.sizes.adapters)
             yield Lint(
                 "rank-over-spectrum",
-                f"{kind.label}: rank {kind.rank} is often more than the weights use; "
-                f"at rank {_USUAL_RANK} it would be {_USUAL_RANK / kind.rank:.0%} of the size",
+                f"{_with_rank(kind)} is often more than the weights use; rank {_USUAL_RANK} "
+                f"would be {_USUAL_RANK / kind.rank:.0%} of the size",
                 "see `loractl inspect --spectrum`, then `loractl resize`",
                 cost_bytes=now - now * _USUAL_RANK // kind.rank,
             )
+
+
+def _with_rank(kind: AdapterKind) -> str:
+    rank = f"rank {kind.rank}"
+    return rank if kind.label == rank else f"{kind.label} ({rank})"
 
 
 def _over_spectrum(at: Situation, kind: AdapterKind, needed: AdapterKind) -> Iterator[Lint]:
@@ -244,8 +250,8 @@ def _over_spectrum(at: Situation, kind: AdapterKind, needed: AdapterKind) -> Ite
     if saved > 0:
         yield Lint(
             "rank-over-spectrum",
-            f"{kind.label}: of its rank {kind.rank}, at most {needed.rank} hold 99 % of the "
-            "energy of any of its modules",
+            f"{_with_rank(kind)} keeps 99 % of the energy of each of its modules at rank "
+            f"{needed.rank} or less",
             f"loractl resize {kind.label} --energy 0.99",
             cost_bytes=saved,
         )

@@ -123,13 +123,15 @@ def make_plan(question: Question) -> Plan:
         budget=budget,
         fleet=fleet,
         recommendation=recommendation,
-        others=tuple(_others(question, situation.slots, largest)),
+        others=tuple(_others(question, situation.slots)),
         lints=tuple(find_lints(situation)),
     )
 
 
-def _others(question: Question, slots: int, rank: int) -> Sequence[Reservation]:
+def _others(question: Question, slots: int) -> Sequence[Reservation]:
+    """For the largest rank there is, or a larger one that is meant to be admitted."""
     arch, tp, itemsize = question.arch, question.demand.tp, question.sizes.adapters
+    rank = max(question.deployment.max_lora_rank, *(kind.rank for kind in question.kinds))
     leaves = {leaf for kind in question.kinds for leaf in kind.leaves}
     found = {
         "vllm": lambda: vllm_reservation(arch, slots, rank, itemsize, tp),
