@@ -8,7 +8,7 @@ from loractl.output import human_bytes, printable
 from lorad.sizing.architecture import Architecture, LayerGroup
 from lorad.sizing.budget import Budget
 from lorad.sizing.fleet import AdapterKind, TargetSize
-from lorad.sizing.memory_plan import pages_for
+from lorad.sizing.memory_plan import Scratch, pages_for
 from lorad.sizing.other_engines import Reservation
 from lorad.sizing.planner import Plan
 from lorad.sizing.recommend import Recommendation, Workload
@@ -30,8 +30,9 @@ def explain_lines(made: Plan) -> Iterator[str]:
 def _adapter(made: Plan, kind: AdapterKind) -> Iterator[str]:
     itemsize = made.question.sizes.adapters
     yield "  One adapter: over its linears, layers x rank x (in + out) x bytes per element"
+    width = max(len(size.name) for size in kind.sizes) + 2
     for size in kind.sizes:
-        yield f"    {size.leaf:<14}{_product(size, itemsize)} = {size.nbytes(itemsize):,}"
+        yield f"    {size.name:<{width}}{_product(size, itemsize)} = {size.nbytes(itemsize):,}"
     yield f"    {kind.label} = {made.kind_bytes(kind):,} B"
     yield from _rule_of_thumb(made, kind)
     allocated = kind.allocated(itemsize)
@@ -102,22 +103,34 @@ def _weights(made: Plan) -> Iterator[str]:
 
 def _slab(made: Plan, budget: Budget) -> Iterator[str]:
     machine, demand = made.question.machine, made.question.demand
-    if machine and machine.total and budget.scratch:
+    if machine and budget.scratch:
+        yield from _scratch(made, budget.scratch)
         yield "  The slab: usable memory less weights and the scratch reserve"
         yield (
             f"    {machine.total:,} x {machine.utilization:g} - {budget.weights:,} - "
-            f"{budget.scratch.best:,} = {budget.slab:,} B"
+            f"{budget.scratch.reserved:,} = {budget.slab:,} B"
         )
-        yield (
-            f"    scratch holds the activations of {demand.max_num_batched_tokens:,} tokens, the "
-            f"logits of {demand.concurrency} rows,"
-        )
-        yield "    the shrunk LoRA rows, graphs and the CUDA context: an estimate, so an interval"
+    else:
+        yield "  The slab: as given"
     yield f"    {budget.slab:,} // {budget.page:,} = {budget.pages:,} pages"
     yield (
         f"    KV {demand.concurrency} x ceil({demand.context} / {demand.block_size}) "
         f"= {budget.kv_pages:,} pages; {budget.adapter_pages:,} left"
     )
+
+
+def _scratch(made: Plan, scratch: Scratch) -> Iterator[str]:
+    demand = made.question.demand
+    low, reserved, high = (human_bytes(part) for part in scratch.context)
+    yield "  Scratch: an estimate, so an interval"
+    yield (
+        f"    activations of {demand.max_num_batched_tokens:,} tokens in one layer "
+        f"{scratch.activations:,} B"
+    )
+    yield f"    logits of {demand.concurrency} rows {scratch.logits:,} B"
+    yield f"    shrunk LoRA rows, float32 {scratch.lora:,} B"
+    yield f"    CUDA context, workspaces and graphs {low} to {high}, {reserved} reserved"
+    yield f"    reserved: the tensors and half as much again = {scratch.reserved:,} B"
 
 
 def _cache(made: Plan, rec: Recommendation, workload: Workload) -> Iterator[str]:

@@ -11,7 +11,7 @@ from lorad.errors import LoradError
 from lorad.sizing.architecture import Architecture
 from lorad.sizing.budget import Demand, Itemsizes, Machine
 from lorad.sizing.families import architecture
-from lorad.sizing.fleet import AdapterKind, kind_of_modules, kind_of_rank
+from lorad.sizing.fleet import AdapterKind, kind_of_rank
 from lorad.sizing.gpus import DEFAULT_HOST_LINK_GB_S, find_gpu, parse_size
 from lorad.sizing.lints import Deployment
 from lorad.sizing.model_shape import ModelShape
@@ -35,6 +35,7 @@ class PlanOptions:
     model: str
     rank: str | None
     adapters: tuple[Path, ...]
+    spectrum: bool
     targets: str
     dtype: str
     kv_dtype: str
@@ -120,13 +121,18 @@ def _kinds(
             "give either --rank or --adapters",
             hint="--rank 16, --rank 8,16,64 for a mix, or --adapters DIR to read real ones",
         )
+    if options.spectrum and not options.adapters:
+        raise LoradError(
+            "usage.invalid", "--spectrum reads tensors", hint="give the adapters: --adapters DIR"
+        )
     if options.rank:
         targets = targets_of(options, arch)
         ranks = [_rank(part) for part in options.rank.split(",")]
         return [kind_of_rank(arch, targets, rank, options.tp) for rank in ranks]
+    from loractl.plan_adapters import adapter_kinds
+
     shape = ModelShape.from_config(config, where) if arch.served else None
-    found = [found for path in options.adapters for found in _adapter_dirs(path)]
-    return [_read_kind(path, arch, shape, options.tp) for path in found]
+    return adapter_kinds(options.adapters, arch, shape, options.tp, spectrum=options.spectrum)
 
 
 def _rank(text: str) -> int:
@@ -135,27 +141,6 @@ def _rank(text: str) -> int:
             "usage.invalid", f"--rank {text!r} is no whole number from 1 to {_MAX_RANK}"
         )
     return int(text)
-
-
-def _adapter_dirs(path: Path) -> list[Path]:
-    """The directory itself, or the adapters in it."""
-    path = path.expanduser()
-    if not path.is_dir() or (path / "adapter_config.json").exists():
-        return [path]
-    inside = sorted(child.parent for child in path.glob("*/adapter_config.json"))
-    return inside or [path]
-
-
-def _read_kind(path: Path, arch: Architecture, shape: ModelShape | None, tp: int) -> AdapterKind:
-    from lorad.adapters.peft_format import read_adapter
-
-    adapter = read_adapter(path, shape)
-    if shape is not None:
-        ranks = {module: found.rank for module, found in adapter.module_ranks().items()}
-    else:
-        ranks = {module.path: module.rank for module in adapter.modules}
-    ranks = {module.removeprefix("model."): rank for module, rank in ranks.items()}
-    return kind_of_modules(arch, path.name, ranks, tp)
 
 
 def _demand(options: PlanOptions, arch: Architecture) -> Demand:

@@ -61,13 +61,13 @@ def _sweep(made: Plan, options: PlanOptions, sweep: str) -> list[Any]:
 
 
 def _plot(made: Plan, options: PlanOptions, plot: str) -> None:
-    from loractl import plan_plot
+    from loractl.plan_plot import terminal_plot, write_plot
 
     targets = targets_of(options, made.question.arch)
     if plot == "term":
-        typer.echo(plan_plot.terminal_plot(made, targets))
+        typer.echo(terminal_plot(made, targets))
         return
-    path = plan_plot.write_plot(made, targets, plot)
+    path = write_plot(made, targets, plot)
     typer.echo(f"wrote {printable(path)}", err=True)
 
 

@@ -50,11 +50,11 @@ def _kind(made: Plan, kind: AdapterKind) -> dict[str, Any]:
     itemsize = made.question.sizes.adapters
     by_target: dict[str, int] = {}
     for size in kind.sizes:
-        by_target[size.leaf] = by_target.get(size.leaf, 0) + size.nbytes(itemsize)
+        by_target[size.name] = by_target.get(size.name, 0) + size.nbytes(itemsize)
     return {
         "label": kind.label,
         "rank": kind.rank,
-        "targets": list(kind.leaves),
+        "targets": list(kind.targets),
         "bytes": made.kind_bytes(kind),
         "bytes_by_target": by_target,
         "allocated_bytes": kind.allocated(itemsize),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Any
 
 from loractl.output import human_bytes, printable
@@ -14,6 +15,7 @@ from lorad.sizing.recommend import Recommendation, Workload
 
 _LABEL = 26
 _SHOWN_KINDS = 12
+_WIDTH = 100
 
 
 def screen_lines(made: Plan) -> Iterator[str]:
@@ -61,7 +63,9 @@ def _adapter_lines(made: Plan) -> Iterator[str]:
 
 def _kind_line(made: Plan, kind: AdapterKind) -> str:
     nbytes = made.kind_bytes(kind)
-    note = f"{nbytes:,} B, {_count(made.kind_pages(kind), 'page')}; {', '.join(kind.leaves)}"
+    every = set(kind.targets) == set(made.question.arch.leaves)
+    targets = "all linear layers" if every else ", ".join(kind.targets)
+    note = f"{nbytes:,} B, {_count(made.kind_pages(kind), 'page')}; {targets}"
     return _row(printable(kind.label), human_bytes(nbytes), note)
 
 
@@ -70,21 +74,37 @@ def _count(number: int, noun: str) -> str:
 
 
 def _budget_lines(made: Plan, budget: Budget) -> Iterator[str]:
-    machine, demand = made.question.machine, made.question.demand
+    machine = made.question.machine
     yield f"Memory of {printable(machine.label) if machine else ''}"
     if machine and machine.total:
         share = f"exact: {machine.utilization:.0%} of {human_bytes(machine.total)}"
         yield _row("usable", human_bytes(budget.usable), share)
-        yield _row("weights", human_bytes(budget.weights), "exact")
+    beside = "exact" if budget.scratch else "exact; beside the slab"
+    yield _row("weights", human_bytes(budget.weights), beside)
     if budget.scratch:
         low, high = human_bytes(budget.scratch.low), human_bytes(budget.scratch.high)
-        yield _row("scratch", human_bytes(budget.scratch.best), f"reserved; {low} to {high} used")
+        note = f"reserved; activations, LoRA rows and graphs use {low} to {high}"
+        yield _row("scratch", human_bytes(budget.scratch.reserved), note)
     pages = f"exact: {_count(budget.pages, 'page')} of {human_bytes(budget.page)}"
     yield _row("slab", human_bytes(budget.slab), pages if budget.slab > 0 else "does not fit")
-    kv = f"  KV, {demand.concurrency} x {demand.context:,}"
-    yield _row(kv, human_bytes(budget.kv_pages * budget.page), f"{budget.kv_pages:,} pages")
-    left = budget.adapter_pages
-    yield _row("  left for adapters", human_bytes(left * budget.page), _count(left, "page"))
+    yield from _slab_lines(made, budget)
+
+
+def _slab_lines(made: Plan, budget: Budget) -> Iterator[str]:
+    demand, rec = made.question.demand, made.recommendation
+
+    def part(label: str, pages: int) -> str:
+        return _row(f"  {label}", human_bytes(pages * budget.page), _count(pages, "page"))
+
+    yield part(f"KV, {demand.concurrency} x {demand.context:,}", budget.kv_pages)
+    if rec is None:
+        yield part("left for adapters", budget.adapter_pages)
+        return
+    wanted = min(budget.adapter_pages, int(rec.max_loras * made.mean_pages))
+    yield part(f"adapters, {rec.max_loras:,}", wanted)
+    yield part("free, caches more of them", budget.adapter_pages - wanted)
+    host = f"{rec.max_cpu_loras:,} adapters in host memory"
+    yield _row("host cache", human_bytes(rec.max_cpu_loras * made.mean_bytes), host)
 
 
 def _buys_lines(made: Plan, budget: Budget) -> Iterator[str]:
@@ -133,7 +153,8 @@ def _recommendation_lines(made: Plan, rec: Recommendation, workload: Workload) -
 def _hour_note(rec: Recommendation, fleet: int) -> str:
     if rec.unique_last_hour is None:
         return "the whole fleet; --rate says how many an hour needs"
-    return f"{rec.unique_last_hour:,.0f} of {fleet:,} are used in an hour, and a fifth more"
+    used = f"{rec.unique_last_hour:,.0f} of {fleet:,} are used in an hour"
+    return used if rec.max_cpu_loras >= fleet else f"{used}; a fifth more, as memory allows"
 
 
 def _compare_lines(made: Plan) -> Iterator[str]:
@@ -181,8 +202,19 @@ def lint_lines(made: Plan) -> Iterator[str]:
         if lint.cost_ms is not None:
             costs.append(f"{lint.cost_ms:.2f} ms")
         cost = f" (costs {', '.join(costs)})" if costs else ""
-        yield f"  {lint.code}: {printable(lint.message)}{cost}"
-        yield f"      {printable(lint.hint)}"
+        yield from _wrapped(f"{lint.code}: {lint.message}{cost}", "  ")
+        yield from _wrapped(f"-> {lint.hint}", "      ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return wrap(
+        printable(text),
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent="      ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def sweep_lines(sweep: str, rows: Sequence[Any]) -> Iterator[str]:

@@ -39,11 +39,19 @@ def plan(
             rich_help_panel=_ADAPTERS,
         ),
     ] = None,
+    spectrum: Annotated[
+        bool,
+        typer.Option(
+            "--spectrum",
+            help="Read the tensors of --adapters of rank 64 and more, and say what rank they need.",
+            rich_help_panel=_ADAPTERS,
+        ),
+    ] = False,
     targets: Annotated[
         str,
         typer.Option(
-            help="Linears with --rank: qv, qkv, attn, mlp, all-linear, experts (each expert's "
-            "linears), experts-3d (PEFT target_parameters), or names joined by commas.",
+            help="Linears with --rank, joined by commas: qv, qkv, attn, mlp, all-linear (as PEFT "
+            "has it), names; with experts also router, experts, experts-3d, experts-merged.",
             rich_help_panel=_ADAPTERS,
         ),
     ] = "all-linear",
@@ -111,7 +119,7 @@ def plan(
         int | None,
         typer.Option(
             min=1,
-            help="Tokens per sequence, prompt and answer.  [default: of --tokens, else 8192]",
+            help="Tokens per sequence, prompt and answer (default: of --tokens, else 8192).",
             rich_help_panel=_MACHINE,
         ),
     ] = None,
@@ -139,7 +147,7 @@ def plan(
         str | None,
         typer.Option(
             help="Who is asked for: uniform, zipf:EXPONENT, slora:ALPHA (1 is uniform, 0.1 very "
-            "skewed) or file:COUNTS.csv with adapter,count lines.  [default: zipf:1.0]",
+            "skewed) or file:COUNTS.csv with adapter,count lines (default: zipf:1.0).",
             rich_help_panel=_TRAFFIC,
         ),
     ] = None,
@@ -174,7 +182,7 @@ def plan(
         int,
         typer.Option(
             min=0,
-            help="Slots you mean to set.  [default: as recommended]",
+            help="Slots you mean to set (default: as recommended).",
             show_default=False,
             rich_help_panel=_CHECKED,
         ),
@@ -267,9 +275,9 @@ def plan(
 ) -> None:
     """Size the memory for a base model and its adapters, and choose the settings.
 
-    Exact where a formula is exact (weights, pages, adapters), an interval where none is. Works
-    offline and loads no weights. Exits with 0 if everything fits, 1 if it does not, 2 for wrong
-    usage.
+    Exact where a formula is exact, an interval where none is. Works offline.
+
+    Exits with 0 if everything fits, 1 if it does not, 2 for wrong usage.
     """
     from loractl.plan_inputs import PlanOptions
     from loractl.plan_output import show_plan
@@ -279,6 +287,7 @@ def plan(
             model=model,
             rank=rank,
             adapters=tuple(adapters or ()),
+            spectrum=spectrum,
             targets=targets,
             dtype=dtype,
             kv_dtype=kv_dtype,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lorad.sizing.architecture import Architecture
 from lorad.sizing.memory_plan import (
-    Interval,
+    Scratch,
     device_slab_bytes,
     page_bytes,
     pages_for,
@@ -53,7 +53,7 @@ class Budget:
 
     usable: int  # 0 where only the slab is known
     weights: int
-    scratch: Interval | None
+    scratch: Scratch | None
     slab: int  # negative: short of it before the first page
     page: int
     pages: int
@@ -83,7 +83,7 @@ def make_budget(
             max_rank,
             demand.tp,
         )
-        slab = device_slab_bytes(machine.total, machine.utilization, weights, scratch.best)
+        slab = device_slab_bytes(machine.total, machine.utilization, weights, scratch.reserved)
     page = page_bytes(arch, demand.block_size, sizes.kv, demand.tp)
     pages = max(0, slab) // page
     per_sequence = pages_for(demand.context, demand.block_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lorad.errors import LoradError
 from lorad.sizing.architecture import Architecture, LayerGroup, Linear, Part, Split
-from lorad.sizing.model_shape import ModelShape, config_size
+from lorad.sizing.model_shape import MAX_LAYERS, ModelShape, config_size
 
 # Families whose layers are those of `ModelShape`; the engine serves the first four.
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
@@ -29,15 +29,34 @@ class _Reader:
     def size(self, key: str, default: int | None = None) -> int:
         return config_size(self.config, key, self.where, default)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def count(self, key: str, default: int = 0) -> int:
+        """A size that may also be 0, or left out."""
+        return config_size(self.config, key, self.where, default, least=0)
+
+    def flag(self, key: str, default: bool) -> bool:
         value = self.config.get(key)
-        return default if value is None else value
+        return default if value is None else bool(value)
+
+    def items(self, key: str) -> list[Any]:
+        value = self.config.get(key)
+        return value if isinstance(value, list) else []
+
+    @property
+    def experts(self) -> int:
+        """Routed experts; transformers 5 saves some families' number under another's key."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        found = [name for name in names if self.config.get(name) is not None]
+        return self.size(found[0] if found else names[0])
+
+    @property
+    def family(self) -> str:
+        return str(self.config.get("model_type"))
 
 
 def architecture(config: Config, where: str = "config.json") -> Architecture:
     """Raises `model.unsupported` for a family unknown here, `model.invalid` for a bad value."""
     model_type = str(config.get("model_type"))
-    if "text_config" in config:
+    if isinstance(config.get("text_config"), Mapping):
         return _with_vision(config, where)
     build = _FAMILIES.get(model_type)
     if build is None:
@@ -116,12 +135,11 @@ def _llama_family(reader: _Reader) -> Architecture:
     if base.model_type != "mistral":
         return base
     (group,) = base.groups
-    return replace(base, groups=(replace(group, window=reader.get("sliding_window", 0)),))
+    return replace(base, groups=(replace(group, window=reader.count("sliding_window")),))
 
 
 def _tied(reader: _Reader) -> bool:
-    family = reader.get("model_type")
-    return bool(reader.get("tie_word_embeddings", family in _TIED_BY_DEFAULT))
+    return reader.flag("tie_word_embeddings", reader.family in _TIED_BY_DEFAULT)
 
 
 def _base(reader: _Reader) -> Architecture:
@@ -160,8 +178,8 @@ def _sandwich(base: Architecture, reader: _Reader, pattern: int, qk_norm: bool) 
 
 
 def _full_attention_layers(reader: _Reader, layers: int, pattern: int) -> int:
-    kinds = reader.get("layer_types")
-    if isinstance(kinds, list):
+    kinds = reader.items("layer_types")
+    if kinds:
         return min(layers, kinds.count("full_attention"))
     return layers // reader.size("sliding_window_pattern", pattern)
 
@@ -178,7 +196,7 @@ def _phi3(reader: _Reader) -> Architecture:
         heads=(*q.heads, *k.heads, *v.heads),
     )
     gate_up = replace(gate, leaf="gate_up_proj", out_features=gate.out_features + up.out_features)
-    window = reader.get("sliding_window", 0)
+    window = reader.count("sliding_window")
     group = replace(group, linears=(qkv, o, gate_up, down), window=window)
     return replace(base, groups=(group,))
 
@@ -186,7 +204,7 @@ def _phi3(reader: _Reader) -> Architecture:
 def _mixtral(reader: _Reader) -> Architecture:
     base = _base(reader)
     (group,) = base.groups
-    experts, hidden = reader.size("num_local_experts"), base.hidden_size
+    experts, hidden = reader.experts, base.hidden_size
     middle = reader.size("intermediate_size")
     block = "block_sparse_moe"
     moe = [
@@ -202,8 +220,8 @@ def _mixtral(reader: _Reader) -> Architecture:
 
 def _qwen_moe(reader: _Reader) -> Architecture:
     """Qwen2-MoE and Qwen3-MoE: sparse layers, and dense ones where the config says."""
-    qwen2 = reader.get("model_type") == "qwen2_moe"
-    biased = bool(reader.get("qkv_bias", True)) if qwen2 else False
+    qwen2 = reader.family == "qwen2_moe"
+    biased = qwen2 and reader.flag("qkv_bias", True)
     base = _base(reader)
     (group,) = base.groups
     attention = group.linears[:4]
@@ -214,7 +232,7 @@ def _qwen_moe(reader: _Reader) -> Architecture:
     dense = replace(group, linears=(*attention, *group.linears[4:]))
     sparse = replace(group, linears=(*attention, *_qwen_experts(reader, base.hidden_size)))
     step = reader.size("decoder_sparse_step", 1)
-    only_dense = reader.get("mlp_only_layers", [])
+    only_dense = reader.items("mlp_only_layers")
     is_sparse = [
         layer not in only_dense and (layer + 1) % step == 0 for layer in range(base.num_layers)
     ]
@@ -232,13 +250,13 @@ def _runs(is_sparse: list[bool], sparse: LayerGroup, dense: LayerGroup) -> tuple
 
 
 def _qwen_experts(reader: _Reader, hidden: int) -> list[Linear]:
-    experts = reader.size("num_experts")
+    experts = reader.experts
     middle = reader.size("moe_intermediate_size")
     linears = [
         _router(hidden, experts, "mlp"),
         *_gated_mlp(hidden, middle, "mlp.experts", Part.EXPERT, experts),
     ]
-    if reader.get("model_type") == "qwen2_moe":
+    if reader.family == "qwen2_moe":
         shared = reader.size("shared_expert_intermediate_size")
         gate = Linear("mlp", "shared_expert_gate", 1, hidden, Split.REPLICATED, Part.MLP)
         linears += [*_gated_mlp(hidden, shared, "mlp.shared_expert"), gate]
@@ -248,17 +266,17 @@ def _qwen_experts(reader: _Reader, hidden: int) -> list[Linear]:
 def _deepseek(reader: _Reader) -> Architecture:
     """DeepSeek V2 and V3: latent attention, a few dense layers, then routed experts."""
     hidden, heads = reader.size("hidden_size"), reader.size("num_attention_heads")
-    layers = reader.size("num_hidden_layers")
+    layers = config_size(reader.config, "num_hidden_layers", reader.where, most=MAX_LAYERS)
     attention, norms = _latent_attention(reader, hidden, heads)
-    experts, middle = reader.size("n_routed_experts"), reader.size("moe_intermediate_size")
-    shared = reader.get("n_shared_experts", 0) * middle
+    experts, middle = reader.experts, reader.size("moe_intermediate_size")
+    shared = reader.count("n_shared_experts") * middle
     moe = [
         _router(hidden, experts, "mlp"),
         *_gated_mlp(hidden, middle, "mlp.experts", Part.EXPERT, experts),
         *(_gated_mlp(hidden, shared, "mlp.shared_experts") if shared else []),
     ]
     latent = reader.size("kv_lora_rank") + reader.size("qk_rope_head_dim")
-    dense_layers = min(layers, int(reader.get("first_k_dense_replace", 0)))
+    dense_layers = min(layers, reader.count("first_k_dense_replace"))
 
     def group(count: int, mlp: list[Linear]) -> LayerGroup:
         return LayerGroup(count, (*attention, *mlp), norms, 1, latent)
@@ -268,7 +286,7 @@ def _deepseek(reader: _Reader) -> Architecture:
         group(layers - dense_layers, moe),
     )
     return Architecture(
-        model_type=str(reader.get("model_type")),
+        model_type=reader.family,
         attention="MLA",
         hidden_size=hidden,
         vocab_size=reader.size("vocab_size"),
@@ -284,7 +302,7 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[list[Li
     """The linears of multi-head latent attention, and the elements of a layer's norms."""
     nope, rope = reader.size("qk_nope_head_dim"), reader.size("qk_rope_head_dim")
     value, latent = reader.size("v_head_dim"), reader.size("kv_lora_rank")
-    q_rank = reader.get("q_lora_rank", 0)
+    q_rank = reader.count("q_lora_rank")
 
     def linear(leaf: str, out: int, inputs: int, split: Split, *parts: int) -> Linear:
         return Linear("self_attn", leaf, out, inputs, split, Part.ATTENTION, heads=parts)
@@ -308,10 +326,7 @@ def _latent_attention(reader: _Reader, hidden: int, heads: int) -> tuple[list[Li
 
 def _with_vision(config: Config, where: str) -> Architecture:
     """Gemma 3 with its SigLIP tower: adapters are planned for the language model alone."""
-    text = dict(config["text_config"])
-    text.setdefault("model_type", "gemma3_text")
-    for key, value in _GEMMA3_TEXT_DEFAULTS.items():
-        text.setdefault(key, value)
+    text = {"model_type": "gemma3_text", **_GEMMA3_TEXT_DEFAULTS, **config["text_config"]}
     if text["model_type"] != "gemma3_text":
         raise LoradError(
             "model.unsupported",
@@ -320,7 +335,10 @@ def _with_vision(config: Config, where: str) -> Architecture:
             details={"model_type": text["model_type"]},
         )
     inner = architecture(text, f"{where}: text_config")
-    tower = _siglip_elements(config.get("vision_config") or {}, inner.hidden_size)
+    vision = config.get("vision_config")
+    tower = 0
+    if isinstance(vision, Mapping):
+        tower = _siglip_elements(_Reader(vision, f"{where}: vision_config"), inner.hidden_size)
     return replace(inner, model_type="gemma3", vision_elements=tower)
 
 
@@ -334,20 +352,17 @@ _GEMMA3_TEXT_DEFAULTS = {
 }
 
 
-def _siglip_elements(vision: Config, text_hidden: int) -> int:
+def _siglip_elements(vision: _Reader, text_hidden: int) -> int:
     """Parameters of the SigLIP tower of `vision_config` and of Gemma's projector."""
-    if not vision:
-        return 0
-    hidden, middle = vision.get("hidden_size", 1152), vision.get("intermediate_size", 4304)
-    patch = vision.get("patch_size", 14)
-    patches = (vision.get("image_size", 896) // patch) ** 2
+    hidden, middle = vision.size("hidden_size", 1152), vision.size("intermediate_size", 4304)
+    patch, layers = vision.size("patch_size", 14), vision.size("num_hidden_layers", 27)
+    patches = (vision.size("image_size", 896) // patch) ** 2
     attention = 4 * hidden * (hidden + 1)
     mlp = hidden * (middle + 1) + middle * (hidden + 1)
     layer = attention + mlp + 4 * hidden
     embeddings = hidden * (3 * patch * patch + 1) + patches * hidden
     projector = hidden * text_hidden + hidden
-    layers = int(vision.get("num_hidden_layers", 27))
-    return int(embeddings + layers * layer + 2 * hidden + projector)
+    return embeddings + layers * layer + 2 * hidden + projector
 
 
 _FAMILIES: dict[str, Callable[[_Reader], Architecture]] = {

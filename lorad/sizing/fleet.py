@@ -23,6 +23,11 @@ class TargetSize:
     out_features: int
     in_features: int
 
+    @property
+    def name(self) -> str:
+        """The leaf, and with an expert's that it is one."""
+        return f"experts.{self.leaf}" if self.copies > 1 else self.leaf
+
     def nbytes(self, itemsize: int) -> int:
         matrix = self.rank * (self.out_features + self.in_features)
         return self.layers * self.copies * matrix * itemsize
@@ -49,6 +54,7 @@ class AdapterKind:
 
     label: str  # "rank 16", or the name of a directory
     sizes: tuple[TargetSize, ...]
+    needed: AdapterKind | None = None  # at the ranks its spectrum asks for, where it was read
 
     @property
     def rank(self) -> int:
@@ -58,6 +64,11 @@ class AdapterKind:
     @property
     def leaves(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(size.leaf for size in self.sizes))
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """For people: leaves, with experts' marked."""
+        return tuple(dict.fromkeys(size.name for size in self.sizes))
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of the factors alone: what PEFT writes, without the file's header."""

@@ -60,11 +60,9 @@ DEFAULT_HOST_LINK_GB_S = _PCIE4
 
 
 def find_gpu(text: str) -> Gpu:
-    """`h100-80g`, or its start where only one GPU starts so; raises `usage.invalid`."""
+    """`h100-80g`, or `h200` where only one GPU has that name; raises `usage.invalid`."""
     wanted = text.lower()
-    if wanted in GPUS:
-        return GPUS[wanted]
-    matches = [gpu for name, gpu in GPUS.items() if name.startswith(wanted)]
+    matches = [gpu for name, gpu in GPUS.items() if wanted in (name, name.partition("-")[0])]
     if len(matches) != 1:
         known = ", ".join(gpu.name for gpu in matches) or ", ".join(GPUS)
         raise LoradError(

@@ -13,7 +13,8 @@ from lorad.sizing.fleet import AdapterKind
 from lorad.sizing.other_engines import vllm_rank, vllm_reservation
 from lorad.sizing.recommend import FleetSizes, Recommendation, Workload, slots_curve
 
-_HIGH_RANK, _USUAL_RANK = 64, 16
+DEFAULT_SLOTS = 8  # compared where neither a setting nor a workload says how many
+HIGH_RANK, _USUAL_RANK = 64, 16
 _BUSY = 0.7  # utilization of the loader from which waiting grows fast
 _MEDUSA_HEADS = 4
 # support-v2, support_v2.1, support@3, support-2024-05-01: one adapter under several names.
@@ -24,7 +25,8 @@ _VERSION = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """One finding. A cost is per GPU; None where it cannot be put in that unit."""
+    """One finding. A cost in bytes is per GPU, one in ms is the mean per request or per load;
+    None where it cannot be put in that unit."""
 
     code: str
     message: str
@@ -65,7 +67,7 @@ class Situation:
     def slots(self) -> int:
         if self.deployment.max_loras:
             return self.deployment.max_loras
-        return self.recommendation.max_loras if self.recommendation else len(self.kinds)
+        return self.recommendation.max_loras if self.recommendation else DEFAULT_SLOTS
 
     @property
     def largest_rank(self) -> int:
@@ -225,15 +227,33 @@ def _speculation(at: Situation) -> Iterator[Lint]:
 
 def _high_rank(at: Situation) -> Iterator[Lint]:
     for kind in at.kinds:
-        if kind.rank < _HIGH_RANK:
-            continue
-        now = kind.nbytes(at.sizes.adapters)
+        if kind.needed is not None:
+            yield from _over_spectrum(at, kind, kind.needed)
+        elif kind.rank >= HIGH_RANK:
+            now = kind.nbytes(at.sizes.adapters)
+            yield Lint(
+                "rank-over-spectrum",
+                f"{_with_rank(kind)} is often more than the weights use; rank {_USUAL_RANK} "
+                f"would be {_USUAL_RANK / kind.rank:.0%} of the size",
+                "see `loractl inspect --spectrum`, then `loractl resize`",
+                cost_bytes=now - now * _USUAL_RANK // kind.rank,
+            )
+
+
+def _with_rank(kind: AdapterKind) -> str:
+    rank = f"rank {kind.rank}"
+    return rank if kind.label == rank else f"{kind.label} ({rank})"
+
+
+def _over_spectrum(at: Situation, kind: AdapterKind, needed: AdapterKind) -> Iterator[Lint]:
+    saved = kind.nbytes(at.sizes.adapters) - needed.nbytes(at.sizes.adapters)
+    if saved > 0:
         yield Lint(
             "rank-over-spectrum",
-            f"{kind.label}: rank {kind.rank} is often more than the weights use; "
-            f"at rank {_USUAL_RANK} it would be {_USUAL_RANK / kind.rank:.0%} of the size",
-            "see `loractl inspect --spectrum`, then `loractl resize`",
-            cost_bytes=now - now * _USUAL_RANK // kind.rank,
+            f"{_with_rank(kind)} keeps 99 % of the energy of each of its modules at rank "
+            f"{needed.rank} or less",
+            f"loractl resize {kind.label} --energy 0.99",
+            cost_bytes=saved,
         )
 
 
@@ -280,7 +300,7 @@ def _scratch(at: Situation) -> Iterator[Lint]:
     if not budget or not machine or not budget.scratch or budget.slab <= 0:
         return
     spare = machine.total - budget.usable
-    over = budget.scratch.high - budget.scratch.best - spare
+    over = budget.scratch.high - budget.scratch.reserved - spare
     if over > 0:
         yield Lint(
             "scratch-tight",

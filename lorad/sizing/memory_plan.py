@@ -18,15 +18,43 @@ MIB = 1024**2
 # What a CUDA process holds that no formula gives: driver context and loaded kernels, cuBLAS
 # and split-K workspaces, and the pool of the captured decode graphs. Low, reserved, high.
 _CUDA_FIXED_MIB = (450, 900, 1600)
+_FUSED_SLICES = 3  # q|k|v: the most slices that share one launch
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
-    """Bytes that no formula gives exactly: `low` to `high`, `best` is what is reserved."""
+class Scratch:
+    """What one step on a CUDA device needs beside weights and pages, in bytes.
 
-    low: int
-    best: int
-    high: int
+    The first three follow from the shapes; how much of them is alive at once does not, and
+    `context` is no formula at all. So there is a low and a high end, and what is reserved.
+    """
+
+    activations: int
+    logits: int
+    lora: int  # the shrunk rows, float32
+    context: tuple[int, int, int] = (
+        _CUDA_FIXED_MIB[0] * MIB,
+        _CUDA_FIXED_MIB[1] * MIB,
+        _CUDA_FIXED_MIB[2] * MIB,
+    )
+
+    @property
+    def _tensors(self) -> int:
+        return self.activations + self.logits + self.lora
+
+    @property
+    def low(self) -> int:
+        """Every tensor freed the moment it is used up."""
+        return self.context[0] + self._tensors
+
+    @property
+    def reserved(self) -> int:
+        """What the daemon sets aside: the allocator keeps half as much again."""
+        return self.context[1] + self._tensors * 3 // 2
+
+    @property
+    def high(self) -> int:
+        return self.context[2] + self._tensors * 2
 
 
 def page_bytes(
@@ -82,21 +110,18 @@ def scratch_bytes(
     itemsize: int,
     max_rank: int,
     tp: int = 1,
-) -> Interval:
-    """What one step needs beside weights and pages on a CUDA device, and what to reserve.
+) -> Scratch:
+    """What one step needs beside weights and pages on a CUDA device.
 
-    `max_rank` is the largest rank of an adapter in the step (0: none). The low end counts the
-    tensors alive at once; the high end adds an allocator that keeps twice as many.
+    `max_rank` is the largest rank of an adapter in the step (0: none).
     """
     arch = _architecture(shape)
-    tokens = max_num_batched_tokens
-    step = tokens * _live_elements(arch, tp) * itemsize
     # Logits of one row per sequence: in the model's dtype, and twice in float32 for sampling.
-    logits = max_num_seqs * arch.vocab_size * (itemsize + 8)
-    lora = tokens * 3 * max_rank * 4  # the shrunk rows of q|k|v, float32
-    low, fixed, high = (part * MIB for part in _CUDA_FIXED_MIB)
-    exact = step + logits + lora
-    return Interval(low + exact, fixed + exact * 3 // 2, high + exact * 2)
+    return Scratch(
+        activations=max_num_batched_tokens * _live_elements(arch, tp) * itemsize,
+        logits=max_num_seqs * arch.vocab_size * (itemsize + 8),
+        lora=max_num_batched_tokens * _FUSED_SLICES * max_rank * 4,
+    )
 
 
 def _architecture(shape: ModelShape | Architecture) -> Architecture:

@@ -11,6 +11,8 @@ from typing import Any
 
 from lorad.errors import LoradError
 
+MAX_LAYERS = 4096  # more is a mistake, and would make lists of them a way to fill the memory
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -133,7 +135,7 @@ class ModelShape:
         return cls(
             model_type=model_type,
             hidden_size=hidden,
-            num_layers=config_size(config, "num_hidden_layers", where),
+            num_layers=config_size(config, "num_hidden_layers", where, most=MAX_LAYERS),
             num_heads=heads,
             num_kv_heads=config_size(config, "num_key_value_heads", where, default=heads),
             head_dim=head_dim,
@@ -149,15 +151,23 @@ class ModelShape:
         )
 
 
-def config_size(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    """A positive whole number of the config; raises `model.invalid` naming the key."""
+def config_size(
+    config: Mapping[str, Any],
+    key: str,
+    where: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int = 2**31 - 1,
+) -> int:
+    """A whole number of the config within bounds; raises `model.invalid` naming the key."""
     value = config.get(key)
     if value is None and default is not None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise LoradError(
             "model.invalid",
-            f"{where}: {key} is {value!r}, not a positive whole number",
+            f"{where}: {key} is {value!r}, not a whole number from {least} to {most}",
             hint="the file must be the config.json of a decoder-only language model",
             details={"key": key},
         )

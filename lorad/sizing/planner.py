@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lorad.sizing.architecture import Architecture
 from lorad.sizing.budget import Budget, Demand, Itemsizes, Machine, make_budget
 from lorad.sizing.fleet import AdapterKind
-from lorad.sizing.lints import Deployment, Lint, Situation, find_lints
+from lorad.sizing.lints import DEFAULT_SLOTS, Deployment, Lint, Situation, find_lints
 from lorad.sizing.memory_plan import page_bytes, pages_for
 from lorad.sizing.other_engines import Reservation, sglang_reservation, vllm_reservation
 from lorad.sizing.recommend import FleetSizes, Recommendation, Workload, recommend
@@ -47,7 +47,7 @@ class Plan:
         """Adapters that run at once: what `max_loras` is, or would be."""
         if self.question.deployment.max_loras:
             return self.question.deployment.max_loras
-        return self.recommendation.max_loras if self.recommendation else len(self.question.kinds)
+        return self.recommendation.max_loras if self.recommendation else DEFAULT_SLOTS
 
     def kind_bytes(self, kind: AdapterKind) -> int:
         return kind.nbytes(self.question.sizes.adapters)
@@ -123,13 +123,15 @@ def make_plan(question: Question) -> Plan:
         budget=budget,
         fleet=fleet,
         recommendation=recommendation,
-        others=tuple(_others(question, situation.slots, largest)),
+        others=tuple(_others(question, situation.slots)),
         lints=tuple(find_lints(situation)),
     )
 
 
-def _others(question: Question, slots: int, rank: int) -> Sequence[Reservation]:
+def _others(question: Question, slots: int) -> Sequence[Reservation]:
+    """For the largest rank there is, or a larger one that is meant to be admitted."""
     arch, tp, itemsize = question.arch, question.demand.tp, question.sizes.adapters
+    rank = max(question.deployment.max_lora_rank, *(kind.rank for kind in question.kinds))
     leaves = {leaf for kind in question.kinds for leaf in kind.leaves}
     found = {
         "vllm": lambda: vllm_reservation(arch, slots, rank, itemsize, tp),

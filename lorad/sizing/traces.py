@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 
 from lorad.errors import LoradError
@@ -138,7 +139,8 @@ def _seconds(row: list[str]) -> float | None:
     if len(row) < 2:
         return None
     try:
-        return float(row[0])
+        seconds = float(row[0])
+        return seconds if isfinite(seconds) else None
     except ValueError:
         pass
     try:
