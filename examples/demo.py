@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -24,6 +23,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from lorad.admin_client import AdminClient
+from lorad.wire import StepInfo
 
 HERE = Path(__file__).resolve().parent
 MODEL = "SmolLM2-135M-Instruct"
@@ -69,14 +71,6 @@ class Demo:
         CONSOLE.print(Text(f"$ loractl {' '.join(words)}", style="bold"))
         _run([sys.executable, "-m", "loractl.main", *words, "--socket", str(self.socket)])
 
-    def loractl_json(self, *words: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "loractl.main", *words, "--json"]
-        done = subprocess.run(
-            [*command, "--socket", str(self.socket)], check=True, capture_output=True, text=True
-        )
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
     def push_all(self) -> None:
         adapters = HERE / "adapters"
         for name, folder in (("pirate", "pirate-v1"), ("json", "json"), ("pirate", "pirate-v2")):
@@ -119,12 +113,9 @@ class Demo:
             live.update(_panels(answers))
         return answers
 
-    def mixed_steps(self) -> list[dict[str, Any]]:
+    def mixed_steps(self) -> list[StepInfo]:
         """The daemon's own record of the steps that ran more than one adapter."""
-        from lorad.unix_http import call
-        from lorad.wire import STEPS
-
-        steps = call(self.socket, "GET", f"{STEPS}?limit=1000")["steps"]
+        steps = AdminClient(self.socket).steps(1000)["steps"]
         return [step for step in steps if len(step["rows"]) > 1]
 
 
@@ -200,7 +191,7 @@ def _answers_table(answers: list[Answer]) -> Table:
     return table
 
 
-def _steps_table(steps: list[dict[str, Any]]) -> Table:
+def _steps_table(steps: list[StepInfo]) -> Table:
     table = Table(title=f"rows of the steps that mixed all three ({len(steps)} steps)")
     for column in ("step", "rows", "ms"):
         table.add_column(column)

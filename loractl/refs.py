@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loractl.client import AdminClient
 from lorad.adapter_ref import split_version
+from lorad.admin_client import AdminClient
 
 
 def one_version(client: AdminClient, text: str) -> tuple[str, str]:

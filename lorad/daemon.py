@@ -208,7 +208,7 @@ def _reader(
     """How the loader's thread reads one version: bytes proved by digest, then packed."""
 
     def read(ref: AdapterRef, _: ModelShape, dtype: torch.dtype) -> AdapterWeights:
-        return read_weights(read_adapter(registry.verify(ref), shape), ref.digest, shape, dtype)
+        return read_weights(registry.verify(ref), ref.digest, shape, dtype)
 
     return read
 

@@ -8,14 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from lorad import wire
+from lorad.admin_client import AdminClient
 from lorad.errors import LoradError
 from lorad.paths import state_dir
-from lorad.unix_http import call
+from lorad.wire import StatusInfo
 
 _POLL = 0.1  # seconds
 
@@ -66,8 +65,9 @@ def _ready_lines(file: Path, begin: int) -> list[str]:
 
 def stop_daemon(socket: Path, timeout: float) -> None:
     """Ask the daemon to end and wait for its process; `operation.timeout` if it takes longer."""
-    pid = int(fetch_status(socket)["pid"])
-    call(socket, "POST", wire.SHUTDOWN)
+    client = AdminClient(socket)
+    pid = client.status()["pid"]
+    client.shutdown()
     deadline = time.monotonic() + timeout
     while _is_alive(pid):
         if time.monotonic() > deadline:
@@ -94,11 +94,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def fetch_status(socket: Path) -> dict[str, Any]:
-    return call(socket, "GET", wire.STATUS)
-
-
-def status_lines(status: dict[str, Any]) -> Iterator[str]:
+def status_lines(status: StatusInfo) -> Iterator[str]:
     """The status for people, a fact a line."""
     engine, tiers = status["engine"], status["tiers"]
     yield f"lorad {status['daemon_version']} serves {status['base_model']} (pid {status['pid']})"

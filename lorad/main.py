@@ -130,10 +130,11 @@ def stop(
 @app.command()
 def status(socket: SocketOption = None, json: JsonOption = False) -> None:
     """Whether the daemon runs, what it serves, and how full it is."""
-    from lorad.detach import fetch_status, status_lines
+    from lorad.admin_client import AdminClient
+    from lorad.detach import status_lines
 
     with _reported(as_json=json):
-        found = fetch_status(socket_path(socket))
+        found = AdminClient(Path(socket) if socket else None).status()
         if json:
             from json import dumps
 

@@ -188,7 +188,6 @@ def sync_engine() -> Iterator[Callable[..., SyncEngine]]:
     """Builds engines over a model directory and adapter directories {name: path}."""
     import torch
 
-    from lorad.adapters.peft_format import read_adapter
     from lorad.adapters.weights import read_weights
     from lorad.engine.build import EngineOptions, build_engine
 
@@ -198,9 +197,8 @@ def sync_engine() -> Iterator[Callable[..., SyncEngine]]:
     def build(model_dir: Path, adapters: dict[str, Path] | None = None, **options) -> SyncEngine:
         known = adapters or {}
 
-        def read(ref, shape, dtype):
-            adapter = read_adapter(known[ref.name.name], shape)
-            return read_weights(adapter, ref.digest, shape, dtype)
+        def read(ref, shape, dtype):  # as the daemon does, without its registry
+            return read_weights(known[ref.name.name], ref.digest, shape, dtype)
 
         settings = {"device": "cpu", "slab_bytes": 2**26, **options}
         built = build_engine(EngineOptions(model_dir, **settings), read, frozenset({2}))

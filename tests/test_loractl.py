@@ -305,8 +305,8 @@ def test_interrupted_push_leaves_nothing(setup: Setup, tmp_path: Path) -> None:
     write_adapter(slow, 0)
     weights = slow / "adapter_model.safetensors"
     os.truncate(weights, 1 << 20)
-    stub = "import loractl.client, time; loractl.client._UPLOAD_CHUNK = 1000\n"
-    stub += "from loractl.client import AdminClient; from pathlib import Path\n"
+    stub = "import lorad.admin_client, time; lorad.admin_client._UPLOAD_CHUNK = 1000\n"
+    stub += "from lorad.admin_client import AdminClient; from pathlib import Path\n"
     stub += "AdminClient().push(Path(__import__('sys').argv[1]), 'x', "
     stub += "progress=lambda n: (print('sent', flush=True), time.sleep(0.05)))"
     for number in (signal.SIGINT, signal.SIGKILL):

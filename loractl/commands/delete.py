@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import DryRunOption, JsonOption, RefArgument, SocketOption, TimeoutOption
 from loractl.output import end_dry_run, print_json, printable, reported
 from lorad.adapter_ref import split_version
+from lorad.admin_client import AdminClient
 from lorad.errors import LoradError
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import JsonOption, NameArgument, SocketOption, TimeoutOption
 from loractl.output import local_time, print_columns, print_json, reported
 from lorad import wire
 from lorad.adapter_ref import AdapterName
+from lorad.admin_client import AdminClient
 
 _HEADER = ("WHEN", "WHO", "PID", "ACTION", "FROM", "TO", "GENERATION", "REASON")
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import (
     IntervalOption,
     JsonOption,
@@ -16,6 +15,7 @@ from loractl.options import (
 )
 from loractl.output import human_bytes, note, print_columns, print_json, reported, watched
 from lorad import wire
+from lorad.admin_client import AdminClient
 
 _HEADER = ("NAME", "LIVE", "VERSIONS", "RANK", "SIZE", "TIER", "RUNNING", "WAITING")
 

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import DryRunOption, JsonOption, RefArgument, SocketOption, TimeoutOption
 from loractl.output import end_dry_run, human_bytes, print_json, printable, reported
 from loractl.refs import one_version
+from lorad.admin_client import AdminClient
 
 
 def load(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import DryRunOption, JsonOption, RefArgument, SocketOption, TimeoutOption
 from loractl.output import end_dry_run, print_json, printable, reported
 from loractl.refs import one_version
 from lorad import wire
+from lorad.admin_client import AdminClient
 
 
 def pin(

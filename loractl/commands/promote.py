@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import (
     DryRunOption,
     GenerationOption,
@@ -20,6 +19,7 @@ from loractl.options import (
 from loractl.output import end_dry_run, print_json, printable, reported
 from lorad import wire
 from lorad.adapter_ref import AdapterName, check_version_label, split_version
+from lorad.admin_client import AdminClient
 from lorad.errors import LoradError
 
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from loractl.client import AdminClient, Progress
 from loractl.options import (
     DryRunOption,
     GenerationOption,
@@ -23,6 +22,7 @@ from loractl.options import (
 from loractl.output import end_dry_run, human_bytes, note, print_json, printable, reported
 from lorad import wire
 from lorad.adapter_ref import AdapterName, check_version_label
+from lorad.admin_client import AdminClient, Progress
 
 
 def push(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import JsonOption, RefArgument, SocketOption, TimeoutOption
 from loractl.output import (
     human_bytes,
@@ -17,6 +16,7 @@ from loractl.output import (
 )
 from lorad import wire
 from lorad.adapter_ref import split_version
+from lorad.admin_client import AdminClient
 
 _HEADER = ("VERSION", "LIVE", "RANK", "TARGETS", "SIZE", "TIER", "PINNED", "PUSHED", "MESSAGE")
 

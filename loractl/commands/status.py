@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from loractl.client import AdminClient
 from loractl.options import (
     IntervalOption,
     JsonOption,
@@ -14,6 +13,7 @@ from loractl.options import (
 )
 from loractl.output import human_bytes, print_fields, print_json, reported, watched
 from lorad import wire
+from lorad.admin_client import AdminClient
 
 
 def status(

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import typer
 
-from loractl.client import AdminClient
 from loractl.options import JsonOption, SocketOption
 from loractl.output import print_json
 from lorad import __version__, wire
+from lorad.admin_client import AdminClient
 from lorad.errors import LoradError
 
 

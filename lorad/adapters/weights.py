@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lorad.adapters.peft_format import PeftAdapter
+from lorad.adapters.adapter_files import ByteSource
+from lorad.adapters.peft_format import open_adapter
+from lorad.adapters.safetensors_header import TensorEntry
 from lorad.errors import LoradError
 from lorad.sizing.adapter_size import AdapterLayout, pack_adapter
 from lorad.sizing.model_shape import ModelShape
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +32,23 @@ class AdapterWeights:
 
 
 def read_weights(
-    adapter: PeftAdapter, digest: str, shape: ModelShape, dtype: torch.dtype
+    directory: Path, digest: str, shape: ModelShape, dtype: torch.dtype
 ) -> AdapterWeights:
-    """Read, cast once to `dtype`, and pack. Gaps of alignment are zero.
+    """Read both files of an adapter once, cast to `dtype`, and pack; gaps are zero.
 
-    Raises `adapter.nonfinite_weights` naming the tensor, also for values that are finite in
-    the file and overflow in `dtype`; `adapter.load_failed` when the file cannot be read.
+    Raises what `read_adapter` raises, and `adapter.nonfinite_weights` naming the tensor, also
+    for values that are finite in the file and overflow in `dtype`.
     """
-    itemsize = dtype.itemsize
-    layout = pack_adapter(shape, adapter.module_ranks(), itemsize)
-    data = torch.zeros(layout.nbytes // itemsize, dtype=dtype)
-    places = _places(layout, shape)
-    try:
-        with safe_open(str(adapter.weights_file), framework="pt") as file:
-            for module in adapter.modules:
-                a_offset, b_offset = places[module.path]
-                _copy(data, a_offset, file.get_tensor(module.a.name), module.a.name)
-                _copy(data, b_offset, file.get_tensor(module.b.name), module.b.name)
-    except (OSError, SafetensorError) as error:
-        raise LoradError(
-            "adapter.load_failed",
-            f"{adapter.weights_file.name} of {digest} cannot be read: {error}",
-        ) from None
+    with open_adapter(directory, shape) as (adapter, file):
+        layout = pack_adapter(shape, adapter.module_ranks(), dtype.itemsize)
+        data = torch.zeros(layout.nbytes // dtype.itemsize, dtype=dtype)
+        places = _places(layout, shape)
+        for factor in adapter.served_factors(shape):
+            a_offset, b_offset = places[factor.path]
+            _fill(data, a_offset, _read(file, factor.a), factor.a.name)
+            # A fused module's B is cut into its slices' rows.
+            rows = _read(file, factor.b)[factor.row_start : factor.row_stop]
+            _fill(data, b_offset, rows, factor.b.name)
     return AdapterWeights(digest, layout, data)
 
 
@@ -64,7 +63,12 @@ def _places(layout: AdapterLayout, shape: ModelShape) -> dict[str, tuple[int, in
     }
 
 
-def _copy(data: Tensor, offset: int, tensor: Tensor, name: str) -> None:
+def _read(file: ByteSource, entry: TensorEntry) -> Tensor:
+    content = bytearray(file.read_at(entry.start, entry.end - entry.start))
+    return torch.frombuffer(content, dtype=_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _fill(data: Tensor, offset: int, tensor: Tensor, name: str) -> None:
     target = data[offset : offset + tensor.numel()]
     target.copy_(tensor.reshape(-1))
     if not bool(torch.isfinite(target).all()):

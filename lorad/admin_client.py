@@ -61,6 +61,14 @@ class AdminClient:
         path = f"{wire.adapter_path(name)}/history"
         return cast(wire.History, self._request("GET", path, query={"limit": limit}))
 
+    def steps(self, limit: int) -> wire.StepList:
+        """The engine's newest steps, oldest first."""
+        return cast(wire.StepList, self._request("GET", wire.STEPS, query={"limit": limit}))
+
+    def shutdown(self) -> None:
+        """Ask the daemon to end; it answers before it does."""
+        self._request("POST", wire.SHUTDOWN)
+
     # --- names ------------------------------------------------------------------------------
 
     def promote(
