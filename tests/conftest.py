@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,3 +213,79 @@ def sync_engine() -> Iterator[Callable[..., SyncEngine]]:
     yield build
     for loader in loaders:
         loader.stop()
+
+
+@dataclass
+class Daemon:
+    """A real `lorad start` in a process of its own, and the two ways to talk to it."""
+
+    directory: Path
+    model: Path
+    options: tuple[str, ...] = ()
+    process: subprocess.Popen | None = None
+    url: str = ""
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "run/lorad.sock"
+
+    @property
+    def log(self) -> str:
+        return (self.directory / "log").read_text()
+
+    def start(self) -> Daemon:
+        command = [sys.executable, "-m", "lorad.main", "start", "--model", str(self.model)]
+        command += ["--port", "0", "--socket", str(self.socket), "--dtype", "float32"]
+        command += ["--registry", str(self.directory / "registry"), *self.options]
+        with (self.directory / "log").open("a") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        line = self.process.stdout.readline()
+        assert line.startswith("lorad is ready"), f"{line}\n{self.log}"
+        self.url = re.search(r"http://\S+(?=/v1)", line)[0]
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def loractl(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "loractl.main", *words, "--socket", str(self.socket)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 or not check, done.stderr
+        return done
+
+    @property
+    def admin(self):
+        from lorad.admin_client import AdminClient
+
+        return AdminClient(self.socket)
+
+    def openai(self, **options):
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+
+@pytest.fixture(scope="session")
+def start_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Daemon]]:
+    """Starts daemons over a model directory; all are stopped at the end."""
+    daemons: list[Daemon] = []
+
+    def start(model: Path, *options: str) -> Daemon:
+        # A short path: a UNIX socket's may have 107 bytes.
+        directory = Path(tempfile.mkdtemp(prefix="lorad-", dir=tmp_path_factory.getbasetemp()))
+        daemon = Daemon(directory, model, options)
+        daemons.append(daemon)
+        return daemon.start()
+
+    yield start
+    for daemon in daemons:
+        if daemon.process and daemon.process.poll() is None:
+            daemon.kill()
