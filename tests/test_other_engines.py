@@ -131,5 +131,12 @@ def test_sglang_experts_only_when_targeted():
     assert moe.experts == 32 * 8 * 16 * (14336 + 4096) * 2
 
 
+def test_sglang_sizes_experts_the_same_for_every_form_of_an_adapter():
+    arch = arch_of("qwen3-30b-a3b")
+    forms = ("attn,experts", "attn,experts-3d", "attn,experts-merged")
+    kinds = [kind_of_rank(arch, resolve_targets(form, arch), 16) for form in forms]
+    assert len({sglang_reservation(arch, 2, 16, kind.leaves, 2).high for kind in kinds}) == 1
+
+
 def test_sglang_does_not_guess_at_latent_attention():
     assert sglang_reservation(arch_of("deepseek-v3"), 8, 16, ("o_proj",), 2) is None

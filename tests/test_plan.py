@@ -290,6 +290,9 @@ def test_wrong_models_are_named(tmp_path):
     broken = tmp_path / "config.json"
     broken.write_text("{not json")
     assert "cannot be read" in run("plan", "--model", broken, "--rank", 8, code=2).stderr
+    for text in ("[" * 100_000, "[]", "\x00", ""):
+        broken.write_text(text)
+        run("plan", "--model", broken, "--rank", 8, code=2)
     broken.write_text(json.dumps({**TINY, "hidden_size": -4}))
     error = json.loads(run("plan", "--model", broken, "--rank", 8, "--json", code=2).stderr)
     assert error["error"]["code"] == "model.invalid"

@@ -100,7 +100,7 @@ def test_counts_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,b\nc,d\n", "a,1\nb,-1\n", "a,0\n", "a\nb\n", "a,1\nb,inf\n"]
+    "text", ["", "a,b\nc,d\n", "a,1\nb,-1\n", "a,0\n", "a\nb\n", "a,1\nb,inf\n", "a,1\nb,nan\n"]
 )
 def test_bad_counts_file_is_refused(tmp_path, text):
     file = tmp_path / "counts.csv"
@@ -178,6 +178,21 @@ def test_hit_rate_of_a_million_adapters_counts_like_ones_together():
     assert grouped.resident == pytest.approx(300)
     simulated = simulate(popularity.shares, [1] * 3000, 300)
     assert grouped.rate == pytest.approx(simulated.rate, abs=0.005)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(st.floats(1e-300, 1e15), min_size=1, max_size=30),
+    sizes=st.lists(st.integers(1, 5), min_size=30, max_size=30),
+    capacity=st.integers(0, 160),
+)
+def test_any_popularity_has_a_rate(weights, sizes, capacity):
+    """However lopsided: no division by zero, and never more hits than there are requests."""
+    shares = from_weights("any", weights).shares
+    model = LruModel(shares, sizes[: len(shares)])
+    if capacity >= 4 * max(sizes) or capacity < min(sizes):  # no simulation: it takes a while
+        assert -1e-9 <= model.hit_rate(capacity).rate <= 1 + 1e-9
+    assert 0 <= slots_model(shares).hit_rate(2).rate <= 1 + 1e-9
 
 
 def test_pinning_beats_lru_by_the_known_gap():

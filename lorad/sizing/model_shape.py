@@ -185,7 +185,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"there is no {file}",
             hint="give a directory with a config.json, or a model id of the hub",
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoradError("model.invalid", f"{file} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise LoradError("model.invalid", f"{file} is not a JSON object")

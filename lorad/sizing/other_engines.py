@@ -121,6 +121,7 @@ _SGLANG_STACKS = {
     "v_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_proj": ("gate_proj", "up_proj"),
     "up_proj": ("gate_proj", "up_proj"),
+    "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj"),
 }
 _SGLANG_STACKED = {"qkv_proj": 3, "gate_up_proj": 2}
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from lorad.errors import LoradError
 
 MAX_FLEET = 1_000_000
+_MAX_COUNT = 1e15
+_LEAST_SHARE = 1e-12  # a smaller one is taken for this: it changes nothing, and divides safely
 _FORMS = "uniform, zipf:1.0, slora:0.3 or file:counts.csv"
 
 
@@ -28,7 +30,8 @@ class Popularity:
 
 def from_weights(label: str, weights: Sequence[float], names: Sequence[str] = ()) -> Popularity:
     """Sort, drop what is never asked for, and scale to a sum of 1."""
-    kept = [(weight, -i) for i, weight in enumerate(weights) if weight > 0]
+    least = sum(weights) * _LEAST_SHARE
+    kept = [(max(weight, least), -i) for i, weight in enumerate(weights) if weight > 0]
     if not kept:
         raise LoradError(
             "usage.invalid",
@@ -130,7 +133,7 @@ def _count(row: list[str]) -> float | None:
         value = float(row[1])
     except (IndexError, ValueError):
         return None
-    return value if value < float("inf") else None
+    return value if value <= _MAX_COUNT else None
 
 
 def read_rows(path: Path) -> list[list[str]]:
