@@ -13,6 +13,7 @@ from loractl.output import cell, console, human_bytes, printable
 from lorad.adapters.peft_format import FUSED_LEAVES, LoraModule, PeftAdapter, modules_present
 from lorad.sizing.adapter_size import pack_adapter
 from lorad.sizing.model_shape import ModelShape
+from lorad.sizing.other_engines import vllm_rank
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 ENERGIES = (0.9, 0.99)  # shares of the squared norm at which ranks are reported
 SERVED_ITEMSIZE = 2  # bfloat16 or float16
 # vLLM rounds the largest rank of its adapters up to one of these.
-VLLM_RANK_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def inspect_report(
@@ -47,7 +47,7 @@ def inspect_report(
         "rslora": bool(adapter.config.get("use_rslora")),
         "targets": list(adapter.targets),
         "max_lora_rank": adapter.max_rank,
-        "vllm_max_lora_rank": vllm_rank_bucket(adapter.max_rank),
+        "vllm_max_lora_rank": vllm_rank(adapter.max_rank),
         "modules_matched": len(adapter.modules),
         "modules_present": None if shape is None else modules_present(shape),
         "served_bytes": sum(map(served_bytes, adapter.modules)),
@@ -62,11 +62,6 @@ def inspect_report(
     if any(one.singular_values for one in measured):
         report["resized"] = [_resized(measured, energy) for energy in ENERGIES]
     return report
-
-
-def vllm_rank_bucket(rank: int) -> int:
-    """The smallest `--max-lora-rank` of vLLM that takes this rank."""
-    return next(bucket for bucket in VLLM_RANK_BUCKETS if bucket >= rank)
 
 
 def served_bytes(module: LoraModule) -> int:

@@ -222,6 +222,7 @@ def _engine_options(config: Config, directory: Path) -> EngineOptions:
         max_num_seqs=config.engine.max_num_seqs,
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_loras=config.engine.max_loras,
+        max_lora_rank=config.engine.max_lora_rank,
         max_cpu_loras=config.engine.max_cpu_loras,
         adapter_wait=config.engine.adapter_wait,
         threads=config.engine.threads,

@@ -27,15 +27,18 @@ from lorad.memory.slab import Slab
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder
 from lorad.model.loader import load_decoder
-from lorad.sizing.memory_plan import page_bytes, plan_slab
+from lorad.sizing.memory_plan import (
+    device_slab_bytes,
+    page_bytes,
+    plan_slab,
+    scratch_bytes,
+    weight_bytes,
+)
 from lorad.sizing.model_shape import ModelShape, read_config
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# What the step needs beside weights and slab on CUDA, until it is measured: activations of a
-# full step, the logits, and the libraries' workspaces.
-_CUDA_SCRATCH = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class EngineOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_loras: int = 32
+    max_lora_rank: int = 64
     max_cpu_loras: int = 256
     adapter_wait: float = 5.0
     threads: int = 0
@@ -172,7 +176,9 @@ def _allocate_slab(
     max_model_len: int,
 ) -> Slab:
     nbytes = page_bytes(config.shape, options.block_size, dtype.itemsize)
-    pages = plan_slab(options.slab_bytes or _free_device_bytes(options, device), nbytes)
+    pages = plan_slab(
+        options.slab_bytes or _slab_budget(options, config.shape, dtype, device), nbytes
+    )
     needed = -(-max_model_len // options.block_size)
     if pages < needed:
         raise LoradError(
@@ -185,9 +191,20 @@ def _allocate_slab(
     return Slab.allocate(config.shape, pages, options.block_size, dtype, device)
 
 
-def _free_device_bytes(options: EngineOptions, device: torch.device) -> int:
+def _slab_budget(
+    options: EngineOptions, shape: ModelShape, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes for the slab: what `loractl plan` prints, unless others fill the card already."""
     if device.type != "cuda":
         return free_host_bytes() // 4
+    scratch = scratch_bytes(
+        shape,
+        options.max_num_batched_tokens,
+        options.max_num_seqs,
+        dtype.itemsize,
+        options.max_lora_rank,
+    ).reserved
     free, total = torch.cuda.mem_get_info(device)
-    taken = total - free
-    return max(0, int(total * options.gpu_memory_utilization) - taken - _CUDA_SCRATCH)
+    weights = weight_bytes(shape, dtype.itemsize)
+    planned = device_slab_bytes(total, options.gpu_memory_utilization, weights, scratch)
+    return min(planned, free - scratch)
