@@ -38,6 +38,10 @@ def holes(owners: list[object]) -> list[tuple[int, int]]:
     return found
 
 
+def longest(owners: list[object]) -> int:
+    return max((length for _, length in holes(owners)), default=0)
+
+
 class Pages(RuleBasedStateMachine):
     """Any order of takes and frees. `owners[page]` is "kv", a run's number, or None."""
 
@@ -111,8 +115,16 @@ class Pages(RuleBasedStateMachine):
         assert self.pool.kv_pages == kv
         assert self.pool.free_pages == free
         assert self.pool.adapter_pages == len(self.owners) - kv - free
-        longest = max((length for _, length in holes(self.owners)), default=0)
-        assert self.pool.longest_run() == longest
+        assert self.pool.longest_run() == longest(self.owners)
+
+    @precondition(lambda self: any(type(owner) is int for owner in self.owners))
+    @rule(data=st.data())
+    def longest_run_if_some_were_free(self, data) -> None:
+        numbers = sorted({owner for owner in self.owners if type(owner) is int})
+        freed = data.draw(st.sets(st.sampled_from(numbers)))
+        runs = [(self.owners.index(number), self.owners.count(number)) for number in freed]
+        left = [None if owner in freed else owner for owner in self.owners]
+        assert self.pool.longest_run(runs) == longest(left)
 
     def teardown(self) -> None:
         """Every page can be taken once the owners have given theirs back."""
