@@ -50,6 +50,13 @@ class AdapterPool:
     def pages_for(self, layout: AdapterLayout) -> int:
         return -(-layout.nbytes // self._slab.page_bytes)
 
+    def could_fit(self, layout: AdapterLayout) -> bool:
+        """Whether there would be room with nothing but the pinned adapters in the slab."""
+        longest = end = 0
+        for first, count in sorted(_run(a) for a in self._resident.values() if a.pinned):
+            longest, end = max(longest, first - end), first + count
+        return self.pages_for(layout) <= max(longest, self._pool.num_pages - end)
+
     def upload(self, weights: AdapterWeights) -> ResidentAdapter | None:
         """Copy an adapter into a run of pages, evicting idle ones if that makes room.
 
