@@ -34,8 +34,9 @@ def add_lora(
 
 def _add_slice(y: Tensor, x: Tensor, slab: Tensor, factors: LoraFactors) -> None:
     rank, width = factors.rank, x.shape[1]
-    a = torch.as_strided(slab, (rank, width), (width, 1), factors.a_offset)
-    b = torch.as_strided(slab, (y.shape[1], rank), (rank, 1), factors.b_offset)
+    base = slab.storage_offset()  # as_strided counts from the storage, the factors from the slab
+    a = torch.as_strided(slab, (rank, width), (width, 1), base + factors.a_offset)
+    b = torch.as_strided(slab, (y.shape[1], rank), (rank, 1), base + factors.b_offset)
     y.addmm_(x @ a.T, b.T, alpha=factors.scaling)
 
 

@@ -15,7 +15,8 @@ from lorad.adapters.loader import LoadResult
 from lorad.engine.messages import AdapterState, Residency
 from lorad.memory.adapter_pool import AdapterPool, ResidentAdapter
 
-Readiness = Literal["ready", "loading", "no_room"]
+# "no_room": not beside what is in use now. "too_large": not beside the pinned adapters alone.
+Readiness = Literal["ready", "loading", "no_room", "too_large"]
 
 
 class AdapterTiers:
@@ -42,7 +43,9 @@ class AdapterTiers:
             return "ready"
         weights = self._host.get(ref.digest)
         if weights is not None:
-            return "ready" if self._pool.upload(weights) else "no_room"
+            if self._pool.upload(weights):
+                return "ready"
+            return "no_room" if self._pool.could_fit(weights.layout) else "too_large"
         if ref.digest not in self._loading:
             self._loading.add(ref.digest)
             self._start_load(ref)

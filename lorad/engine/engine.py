@@ -167,7 +167,7 @@ class Engine:
         if command.adapter.digest in self._scheduler.held:
             return None
         readiness = self._adapters.prepare(command.adapter)
-        if readiness == "no_room" and not self._scheduler.running:
+        if readiness == "too_large":
             error = LoradError(
                 "memory.no_capacity",
                 f"{command.adapter} does not fit into the device's pages",

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.adapter_tiers import AdapterTiers, Readiness
 from lorad.engine.messages import TokenOutput
 from lorad.engine.request import Sequence
 from lorad.engine.sampler import Sampled
@@ -178,7 +178,13 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._limits.max_num_seqs:
                 break
-            if not self._adapter_ready(sequence, wanted, draining):
+            readiness = self._adapter_readiness(sequence, wanted, draining)
+            if readiness == "too_large":
+                self.waiting.remove(sequence)
+                self._failures.append(_failure(sequence, _no_room()))
+            if readiness == "no_room" and self._overdue(sequence):
+                break  # those behind it would go on taking the pages that it waits for
+            if readiness != "ready":
                 continue
             count = min(sequence.num_pending, budget)
             if not self._kv_for_new(sequence, count):
@@ -194,17 +200,25 @@ class Scheduler:
         if sequence.digest:
             self._adapters.acquire(sequence.digest)
 
-    def _adapter_ready(self, sequence: Sequence, wanted: set[str], draining: str | None) -> bool:
-        """Whether the adapter is on the device; if not, and a place is left, sends for it."""
+    def _adapter_readiness(
+        self, sequence: Sequence, wanted: set[str], draining: str | None
+    ) -> Readiness | None:
+        """Is the adapter on the device? If not, and a place is left, sends for it.
+
+        None while it is not the adapter's turn.
+        """
         ref = sequence.request.adapter
         if ref is None:
-            return True
+            return "ready"
         if ref.digest in self.held or ref.digest == draining:
-            return False
+            return None
         if ref.digest not in wanted and len(wanted) >= self._limits.max_loras:
-            return False
+            return None
         wanted.add(ref.digest)
-        return self._adapters.prepare(ref) == "ready"
+        return self._adapters.prepare(ref)
+
+    def _overdue(self, sequence: Sequence) -> bool:
+        return time.monotonic() - sequence.arrived_at > self._limits.adapter_wait
 
     def _draining_adapter(self) -> str | None:
         """The running adapter that takes no new requests, so that an old waiter gets its place.
@@ -215,10 +229,8 @@ class Scheduler:
         active = self.running_by_adapter()
         if len(active) < self._limits.max_loras:
             return None
-        now = time.monotonic()
         blocked = any(
-            s.digest and s.digest not in active and now - s.arrived_at > self._limits.adapter_wait
-            for s in self.waiting
+            s.digest and s.digest not in active and self._overdue(s) for s in self.waiting
         )
         if not blocked:
             return None

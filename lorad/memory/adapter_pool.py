@@ -50,6 +50,13 @@ class AdapterPool:
     def pages_for(self, layout: AdapterLayout) -> int:
         return -(-layout.nbytes // self._slab.page_bytes)
 
+    def could_fit(self, layout: AdapterLayout) -> bool:
+        """Whether there would be room with nothing but the pinned adapters in the slab."""
+        longest = end = 0
+        for first, count in sorted(_run(a) for a in self._resident.values() if a.pinned):
+            longest, end = max(longest, first - end), first + count
+        return self.pages_for(layout) <= max(longest, self._pool.num_pages - end)
+
     def upload(self, weights: AdapterWeights) -> ResidentAdapter | None:
         """Copy an adapter into a run of pages, evicting idle ones if that makes room.
 
@@ -94,7 +101,7 @@ class AdapterPool:
 
     def evict_idle(self) -> str | None:
         """Evict the idle adapter that was used longest ago; its digest, or None if none is."""
-        idle = [a for a in self._resident.values() if not a.users and not a.pinned]
+        idle = self._idle()
         if not idle:
             return None
         oldest = min(idle, key=lambda adapter: adapter.last_used)
@@ -103,13 +110,22 @@ class AdapterPool:
 
     def _find_run(self, count: int) -> int | None:
         first = self._pool.take_run(count)
+        if first is None and count > self._pool.longest_run(map(_run, self._idle())):
+            return None  # evicting would not help: keep the idle ones
         while first is None and self.evict_idle() is not None:
             first = self._pool.take_run(count)
         return first
 
+    def _idle(self) -> list[ResidentAdapter]:
+        return [a for a in self._resident.values() if not a.users and not a.pinned]
+
     def _touch(self, adapter: ResidentAdapter) -> None:
         self._clock += 1
         adapter.last_used = self._clock
+
+
+def _run(adapter: ResidentAdapter) -> tuple[int, int]:
+    return adapter.first_page, adapter.num_pages
 
 
 def _absolute(layout: AdapterLayout, start: int) -> tuple[tuple[tuple[LoraFactors, ...], ...], ...]:

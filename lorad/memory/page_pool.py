@@ -8,11 +8,13 @@ single vectors).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 
 _FREE = 0
 _KV = 1
 _ADAPTER = 2
+_HOLE = re.compile(rb"\0+")
 
 
 class PagePool:
@@ -47,7 +49,7 @@ class PagePool:
 
     def take_run(self, length: int) -> int | None:
         """First page of the smallest hole that holds `length` pages; None when none does."""
-        fitting = [hole for hole in self._holes() if hole[1] >= length]
+        fitting = [hole for hole in _holes(self._owner) if hole[1] >= length]
         if not fitting:
             return None
         start, _ = min(fitting, key=lambda hole: (hole[1], hole[0]))
@@ -61,19 +63,18 @@ class PagePool:
         self._owner[start : start + length] = bytes(length)
         self.adapter_pages -= length
 
-    def longest_run(self) -> int:
-        return max((length for _, length in self._holes()), default=0)
-
-    def _holes(self) -> Iterator[tuple[int, int]]:
-        """(first page, length) of every maximal free run, from the bottom."""
-        start = self._owner.find(_FREE)
-        while start >= 0:
-            end = start
-            while end < self.num_pages and self._owner[end] == _FREE:
-                end += 1
-            yield start, end - start
-            start = self._owner.find(_FREE, end)
+    def longest_run(self, also_free: Iterable[tuple[int, int]] = ()) -> int:
+        """Length of the longest hole, were the runs `also_free` (start, length) free as well."""
+        owner = bytearray(self._owner)
+        for start, length in also_free:
+            owner[start : start + length] = bytes(length)
+        return max((length for _, length in _holes(owner)), default=0)
 
     def _expect(self, page: int, owner: int) -> None:
         if self._owner[page] != owner:
             raise RuntimeError(f"page {page} is not owned by whom gives it back")
+
+
+def _holes(owner: bytearray) -> Iterator[tuple[int, int]]:
+    """(first page, length) of every maximal free run, from the bottom."""
+    return ((hole.start(), hole.end() - hole.start()) for hole in _HOLE.finditer(owner))
