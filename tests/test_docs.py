@@ -313,6 +313,20 @@ def test_settings_in_toml_blocks_exist(page):
     assert [key for key in used if key not in SETTINGS] == []
 
 
+def test_architecture_names_files_that_exist():
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    layout = text.split("## Layout")[1].split("```")[1]
+    tree = {
+        path.name for top in ("lorad", "loractl", "kernels") for path in (ROOT / top).rglob("*.py")
+    }
+    named = re.findall(r"(?<![\w*/])\w+\.py", layout)
+    assert len(named) > 80
+    assert [name for name in named if name not in tree] == []
+    paths = re.findall(r"`((?:\w+/)+\w+\.\w+)`", text)
+    roots = (ROOT, ROOT / "lorad")
+    assert [path for path in paths if not any((root / path).exists() for root in roots)] == []
+
+
 # --- words that completion offers -----------------------------------------------------------
 
 
