@@ -10,6 +10,11 @@ from torch import Tensor
 from lorad.engine.messages import SamplingParams, TokenLogprob
 from lorad.engine.request import Sequence
 
+# A temperature below this is greedy: nothing but the likeliest token would be left, and
+# dividing by it overflows.
+_GREEDY_BELOW = 1e-5
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -40,7 +45,7 @@ def _choose(row: Tensor, greedy: int, sequence: Sequence) -> Sampled:
 
 def _is_plain_greedy(params: SamplingParams) -> bool:
     return (
-        params.temperature == 0
+        params.temperature < _GREEDY_BELOW
         and not params.logit_bias
         and params.presence_penalty == 0
         and params.frequency_penalty == 0
@@ -51,9 +56,12 @@ def _is_plain_greedy(params: SamplingParams) -> bool:
 def _draw(row: Tensor, sequence: Sequence) -> int:
     params = sequence.request.sampling
     scores = _with_penalties(row.float().clone(), sequence)
-    if params.temperature == 0:
+    if params.temperature < _GREEDY_BELOW:
         return int(scores.argmax())
-    probabilities = _truncate((scores / params.temperature).softmax(-1), params).cpu()
+    # The largest becomes 0 before the division, so that no quotient is above the range.
+    scores = scores.clamp(max=_LARGEST)
+    scores = (scores - scores.max()) / params.temperature
+    probabilities = _truncate(scores.softmax(-1), params).cpu()
     return int(torch.multinomial(probabilities, 1, generator=sequence.generator))
 
 
@@ -86,6 +94,7 @@ def _truncate(probabilities: Tensor, params: SamplingParams) -> Tensor:
         ordered, order = probabilities.sort(descending=True)
         # A token stays when those before it do not yet hold top_p of the mass.
         outside = ordered.cumsum(-1) - ordered >= params.top_p * ordered.sum()
+        outside[0] = False  # for a top_p that is 0 in float32
         probabilities[order[outside]] = 0
     if params.min_p > 0:
         probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0)
