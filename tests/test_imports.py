@@ -38,7 +38,8 @@ def below(package: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{package}.{name}" for name in names)
 
 
-BASE = below("lorad", "adapter_ref", "errors", "paths", "unix_http", "wire")
+BASE = below("lorad", "adapter_ref", "errors", "paths", "wire")
+CLIENT = "lorad.admin_client"
 SIZING = ("lorad.sizing",)
 # Adapters read from JSON and a safetensors header: nothing to install, nothing to wait for.
 HEADERS = below(
@@ -56,15 +57,16 @@ RULES = {
     "lorad.config": Rule(BASE),
     "lorad.log": Rule(),
     "lorad.sockets": Rule(BASE),
-    "lorad.detach": Rule(BASE, ("typer",)),
+    CLIENT: Rule((*BASE, *HEADERS)),
+    "lorad.detach": Rule((*BASE, CLIENT), ("typer",)),
     "lorad.main": Rule(
-        (*BASE, *below("lorad", "config", "daemon", "detach", "log")), others=("typer",)
+        (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log")), others=("typer",)
     ),
     "lorad.daemon": Rule(("lorad",), ("torch", "uvicorn")),
     "lorad.sizing": Rule((*BASE, *SIZING)),
     "lorad.adapters": Rule((*BASE, *SIZING, *HEADERS)),
     **{name: Rule((*BASE, *SIZING, *HEADERS, *SPECTRA), ("numpy",)) for name in SPECTRA},
-    "lorad.adapters.weights": Rule((*BASE, *SIZING, *HEADERS), ("safetensors", "torch")),
+    "lorad.adapters.weights": Rule((*BASE, *SIZING, *HEADERS), ("torch",)),
     "lorad.adapters.host_cache": Rule((*BASE, "lorad.adapters.weights")),
     "lorad.adapters.loader": Rule((*BASE, "lorad.adapters.weights")),
     "lorad.registry": Rule((*BASE, *HEADERS, "lorad.registry")),
@@ -99,7 +101,7 @@ RULES = {
         ("anyio", "prometheus_client", "starlette", "uvicorn"),
     ),
     "loractl": Rule(
-        (*BASE, *SIZING, *HEADERS, *SPECTRA, "loractl"),
+        (*BASE, CLIENT, *SIZING, *HEADERS, *SPECTRA, "loractl"),
         ("typer",),
         lazy=("huggingface_hub", "matplotlib", "rich"),
     ),
