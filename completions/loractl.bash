@@ -112,7 +112,7 @@ _loractl() {
     case $command in
         "") _loractl_words "plan inspect resize push promote rollback list show history status load unload pin unpin delete version --install-completion --show-completion --help -h" "$current" ;;
         plan)
-            _loractl_words "--model --rank --adapters --targets --dtype --kv-dtype --gpu --vram --slab --host-ram --gpu-memory-utilization --disk-gb-s --context --concurrency --tp --max-num-batched-tokens --fleet --popularity --rate --tokens --trace --miss --max-loras --max-cpu-loras --max-lora-rank --processes --replicas --routing --speculation --compare --explain --sweep --plot --emit --json --help -h" "$current" ;;
+            _loractl_words "--model --rank --adapters --spectrum --targets --dtype --kv-dtype --gpu --vram --slab --host-ram --gpu-memory-utilization --disk-gb-s --context --concurrency --tp --max-num-batched-tokens --fleet --popularity --rate --tokens --trace --miss --max-loras --max-cpu-loras --max-lora-rank --processes --replicas --routing --speculation --compare --explain --sweep --plot --emit --json --help -h" "$current" ;;
         inspect)
             if [[ $current == -* ]]; then _loractl_words "--base --strict --max-lora-rank --stats --spectrum --json --help -h" "$current"; else _loractl_paths "$current"; fi ;;
         resize)

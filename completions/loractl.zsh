@@ -42,7 +42,8 @@ _loractl() {
                     '(--model)--model=[Base model\: a directory, a config.json, a name such as llama-3.1-8b from the built-in catalogue, or a hub id (its config.json alone is fetched).]:TEXT: _loractl_word_or_file llama-2-7b llama-2-13b llama-2-70b llama-3-8b llama-3-70b llama-3.1-8b llama-3.1-70b llama-3.1-405b llama-3.2-1b llama-3.2-3b llama-3.3-70b tinyllama-1.1b mistral-7b-v0.1 mistral-7b-v0.3 mistral-nemo-12b mixtral-8x7b mixtral-8x22b mixtral-8x22b-instruct qwen2-0.5b qwen2.5-0.5b qwen2-1.5b qwen2.5-1.5b qwen2.5-3b qwen2-7b qwen2.5-7b qwen2.5-14b qwen2.5-32b qwen2-72b qwen2.5-72b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b qwen3-30b-a3b qwen3-235b-a22b qwen1.5-moe-a2.7b gemma-2-2b gemma-2-9b gemma-2-27b gemma-3-1b gemma-3-4b gemma-3-12b gemma-3-27b phi-3-mini phi-3-medium phi-4 phi-4-mini smollm2-135m smollm2-360m smollm2-1.7b smollm3-3b deepseek-v2-lite deepseek-v3' \
                     '(--rank)--rank=[Rank of the adapters, 1 to 512; several are a mix in equal parts.]:N\[,N...\]: ' \
                     '*--adapters=[Read ranks and targets from a PEFT adapter, or from every adapter in a directory, instead of --rank. May be given several times.]:DIR:_files' \
-                    '(--targets)--targets=[Linears with --rank\: qv, qkv, attn, mlp, all-linear, experts (each expert'\''s linears), experts-3d (PEFT target_parameters), or names joined by commas.]:TEXT:(qv qkv attn mlp all-linear experts experts-3d)' \
+                    '(--spectrum)--spectrum[Read the tensors of --adapters of rank 64 and more, and say what rank they need.]' \
+                    '(--targets)--targets=[Linears with --rank, joined by commas\: qv, qkv, attn, mlp, all-linear (as PEFT has it), names; with experts also router, experts, experts-3d, experts-merged.]:TEXT:(qv qkv attn mlp all-linear experts experts-3d)' \
                     '(--dtype)--dtype=[Weights and adapters as served\: bfloat16, float16 or float32.]:TEXT:(bfloat16 float16 float32)' \
                     '(--kv-dtype)--kv-dtype=[KV cache\: auto (as --dtype), bfloat16, float16, float32 or fp8.]:TEXT:(auto bfloat16 float16 float32 fp8)' \
                     '(--gpu)--gpu=[GPU by name\: h100-80g, h200, a100-80g, l40s, l4, ... (an unknown one lists all).]:TEXT:(t4-16g v100-16g v100-32g a10g-24g l4-24g rtx3090-24g rtx4090-24g rtx5090-32g a6000-48g l40s-48g a100-40g a100-80g h100-80g h100-nvl-94g gh200-96g h200-141g b200-180g)' \
@@ -51,17 +52,17 @@ _loractl() {
                     '(--host-ram)--host-ram=[Host memory for cached adapters.]:SIZE: ' \
                     '(--gpu-memory-utilization)--gpu-memory-utilization=[Share of the GPU'\''s memory the daemon may use.]:X: ' \
                     '(--disk-gb-s)--disk-gb-s=[Speed of the version store, in 10^9 bytes per second.]:X: ' \
-                    '(--context)--context=[Tokens per sequence, prompt and answer. \[default\: of --tokens, else 8192\]]:N: ' \
+                    '(--context)--context=[Tokens per sequence, prompt and answer (default\: of --tokens, else 8192).]:N: ' \
                     '(--concurrency)--concurrency=[Sequences that run at once.]:N: ' \
                     '(--tp)--tp=[GPUs the model is split over; figures are per GPU.]:N: ' \
                     '(--max-num-batched-tokens)--max-num-batched-tokens=[Tokens of one step.]:N: ' \
                     '(--fleet)--fleet=[How many adapters there are.]:N: ' \
-                    '(--popularity)--popularity=[Who is asked for\: uniform, zipf\:EXPONENT, slora\:ALPHA (1 is uniform, 0.1 very skewed) or file\:COUNTS.csv with adapter,count lines. \[default\: zipf\:1.0\]]:TEXT:(uniform zipf\:1.0 slora\:0.1)' \
+                    '(--popularity)--popularity=[Who is asked for\: uniform, zipf\:EXPONENT, slora\:ALPHA (1 is uniform, 0.1 very skewed) or file\:COUNTS.csv with adapter,count lines (default\: zipf\:1.0).]:TEXT:(uniform zipf\:1.0 slora\:0.1)' \
                     '(--rate)--rate=[Requests per second.]:X: ' \
                     '(--tokens)--tokens=[Tokens of a usual request; their sum is the default of --context.]:PROMPT\:OUTPUT: ' \
                     '(--trace)--trace=[A CSV of time,adapter lines to replay exactly, instead of --popularity.]:FILE:_files' \
                     '(--miss)--miss=[Share of requests that may find their adapter off the device.]:TEXT: ' \
-                    '(--max-loras)--max-loras=[Slots you mean to set. \[default\: as recommended\]]:N: ' \
+                    '(--max-loras)--max-loras=[Slots you mean to set (default\: as recommended).]:N: ' \
                     '(--max-cpu-loras)--max-cpu-loras=[Adapters in host memory you mean to set.]:N: ' \
                     '(--max-lora-rank)--max-lora-rank=[Largest rank you mean to admit.]:N: ' \
                     '(--processes)--processes=[Model processes that serve these adapters today.]:N: ' \
