@@ -12,12 +12,11 @@ import importlib.util
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
-from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
@@ -78,16 +77,25 @@ class Demo:
         self.loractl("promote", "pirate", "v1")
         self.loractl("promote", "json", "v1")
 
+    def promote(self, name: str, label: str) -> float:
+        """What `loractl promote` does, without the time Python takes to start; in seconds."""
+        CONSOLE.print(Text(f"$ loractl promote {name} {label}", style="bold"))
+        begin = time.monotonic()
+        AdminClient(self.socket).promote(name, label)
+        return time.monotonic() - begin
+
     # --- requests -------------------------------------------------------------------------
 
-    async def ask(self, answer: Answer, max_tokens: int = 64) -> Answer:
+    async def ask(self, answer: Answer, *, ignore_eos: bool = False) -> Answer:
         begin = time.monotonic()
         response = await self.client.chat.completions.with_raw_response.create(
             model=answer.model,
             messages=[{"role": "user", "content": QUESTION}],
             temperature=0,
-            max_tokens=max_tokens,
+            max_tokens=96 if ignore_eos else 64,
             stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": ignore_eos},
         )
         answer.served_by = response.headers["x-lorad-adapter"]
         async for chunk in response.parse():
@@ -95,8 +103,9 @@ class Demo:
             if delta:
                 answer.first_token = answer.first_token or time.monotonic() - begin
                 answer.text += delta
-                answer.tokens += 1
                 answer.started.set()
+            if chunk.usage is not None:
+                answer.tokens = chunk.usage.completion_tokens
         answer.seconds = time.monotonic() - begin
         answer.started.set()
         return answer
@@ -104,13 +113,15 @@ class Demo:
     async def side_by_side(self, models: list[str]) -> list[Answer]:
         """All at once, drawn as they stream."""
         answers = [Answer(model) for model in models]
-        with Live(console=CONSOLE, refresh_per_second=12, transient=False) as live:
+        with Live(console=CONSOLE, refresh_per_second=12) as live:
             tasks = [asyncio.create_task(self.ask(answer)) for answer in answers]
             while not all(task.done() for task in tasks):
                 live.update(_panels(answers))
                 await asyncio.sleep(0.08)
             await asyncio.gather(*tasks)
             live.update(_panels(answers))
+        if not CONSOLE.is_terminal:
+            CONSOLE.print()  # Live ends without a line end there
         return answers
 
     def mixed_steps(self) -> list[StepInfo]:
@@ -119,19 +130,22 @@ class Demo:
         return [step for step in steps if len(step["rows"]) > 1]
 
 
-def _panels(answers: list[Answer]) -> Columns:
-    width = max(30, CONSOLE.width // len(answers) - 1)
-    return Columns(
-        [
+def _panels(answers: list[Answer]) -> Table:
+    """Side by side, in columns of one width."""
+    row = Table.grid(expand=True)
+    for _ in answers:
+        row.add_column(ratio=1)
+    row.add_row(
+        *(
             Panel(
                 Text(answer.text or "..."),
                 title=Text(answer.model, style="bold"),
                 subtitle=Text(answer.served_by),
-                width=width,
             )
             for answer in answers
-        ]
+        )
     )
+    return row
 
 
 async def show(demo: Demo) -> int:
@@ -147,14 +161,20 @@ async def show(demo: Demo) -> int:
     claims.append(("the base and two adapters ran in one batch", bool(together)))
 
     CONSOLE.rule("promote v2 while an answer of v1 is running")
+    # Told to go on after its end, so that it is surely still running at the promote.
+    cold = await demo.ask(Answer("pirate"), ignore_eos=True)
     running = Answer("pirate")
-    task = asyncio.create_task(demo.ask(running))
+    task = asyncio.create_task(demo.ask(running, ignore_eos=True))
     await running.started.wait()
-    await asyncio.to_thread(demo.loractl, "promote", "pirate", "v2")
+    moved = await asyncio.to_thread(demo.promote, "pirate", "v2")
+    still_running = not task.done()
     await task
     after = await demo.ask(Answer("pirate"))
-    CONSOLE.print(_panels([running, after]))
-    claims.append(("the running answer stayed v1 to its end", running.text == first[1].text))
+    CONSOLE.print(Text(f"promoted in {moved * 1000:.0f} ms, its weights loaded before the flip"))
+    # What comes after the answer's own end was only there to keep it running.
+    CONSOLE.print(_panels([replace(running, text=running.text[: len(first[1].text)]), after]))
+    claims.append(("an answer of v1 was running when v2 became live", still_running))
+    claims.append(("it stayed v1 to its last token", running.text == cold.text))
     claims.append(("and its header says so", running.served_by.endswith("@v1")))
     claims.append(("the next request got v2", after.served_by.endswith("@v2")))
     claims.append(("v2 answers differently", after.text != first[1].text))
