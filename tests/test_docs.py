@@ -313,6 +313,14 @@ def test_settings_in_toml_blocks_exist(page):
     assert [key for key in used if key not in SETTINGS] == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "scripts/docgen/prose.py"], ids=lambda p: p.name)
+def test_settings_named_in_running_text_exist(page):
+    sections = "|".join(dict.fromkeys(setting.partition(".")[0] for setting in SETTINGS))
+    named = re.findall(rf"`((?:{sections})\.[a-z_]+)`", page.read_text("utf-8"))
+    modules = {name for name in named if (ROOT / "lorad" / f"{name.replace('.', '/')}.py").exists()}
+    assert set(named) - modules - {*SETTINGS, *ERROR_CODES} == set()
+
+
 def test_architecture_names_files_that_exist():
     text = (ROOT / "docs/architecture.md").read_text("utf-8")
     layout = text.split("## Layout")[1].split("```")[1]
