@@ -108,7 +108,6 @@ RULES = {
 }
 # Third parties that no dependency of ours names, and why they are there all the same.
 UNDECLARED = {
-    "anyio": "starlette is built on it",
     "matplotlib": "`plan --plot FILE.png` asks for it where it is missing",
 }
 
