@@ -151,7 +151,7 @@ def _broken(kind: str, directory: Path) -> Path:
         ("truncated", "adapter.weights_corrupt"),
         ("dora", "adapter.dora_unsupported"),
         ("rank", "adapter.rank_exceeds_max"),
-        ("base", "adapter.shape_mismatch"),
+        ("base", "adapter.base_mismatch"),
     ],
 )
 def test_a_wrong_adapter_is_refused_and_nothing_else_notices(
