@@ -14,7 +14,13 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from lorad.engine.async_engine import AsyncEngine
-from lorad.engine.messages import GenerationRequest, RequestOutput, SamplingParams
+from lorad.engine.messages import (
+    AbortRequest,
+    EngineStats,
+    GenerationRequest,
+    RequestOutput,
+    SamplingParams,
+)
 from lorad.errors import LoradError
 from lorad.model.tokenizer import Tokenizer
 
@@ -96,13 +102,15 @@ class Bench:
         tokens = [token for _ in range(count) for token in (await anext(stream)).token_ids]
         return stream, tokens
 
-    async def until_idle(self) -> None:
-        """Until the engine holds nothing; its own snapshot must show it soon."""
-        deadline = time.monotonic() + 5
+    async def settled(self) -> EngineStats:
+        """A snapshot taken after all that was sent so far, once the engine holds nothing."""
+        old = self.engine.stats()
+        self.sync.built.inbox.put(AbortRequest("nobody"))
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             stats = self.engine.stats()
-            if not (stats.running or stats.waiting or stats.kv_pages):
-                return
+            if stats is not old and not (stats.running or stats.waiting or stats.kv_pages):
+                return stats
             await asyncio.sleep(0.01)
         raise AssertionError(f"still busy: {self.engine.stats()}")
 
@@ -179,10 +187,8 @@ def test_concurrent_requests_share_steps(run) -> None:
         assert len(shared) >= TOKENS // 2
         assert shared[-1].rows == {"default/a@v1": 1, "base": 2}
         assert bench.engine.recent_steps(0) == []
-        assert [r.step for r in bench.engine.recent_steps(2)] == [
-            bench.engine.stats().steps - 1,
-            bench.engine.stats().steps,
-        ]
+        steps = (await bench.settled()).steps
+        assert [record.step for record in bench.engine.recent_steps(2)] == [steps - 1, steps]
 
     run(scenario)
 
@@ -193,8 +199,8 @@ def test_closing_the_iterator_aborts_and_frees_the_pages(run) -> None:
         other, first = await bench.begin(bench.request(PROMPTS[1]), 2)
         await stream.aclose()
         assert first + await rest(other) == bench.cold(PROMPTS[1], None)
-        await bench.until_idle()
-        assert bench.engine.stats().generated_tokens < 100, "it went on for nobody"
+        stats = await bench.settled()
+        assert stats.generated_tokens < 100, "it went on for nobody"
 
     run(scenario)
 
@@ -209,7 +215,7 @@ def test_cancelling_the_task_aborts_too_also_while_it_waits(run) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await bench.until_idle()
+        await bench.settled()
         assert await bench.tokens(bench.request()) == bench.cold(PROMPTS[0], None)
 
     run(scenario, max_num_seqs=1)
@@ -240,7 +246,7 @@ def test_stop_strings_end_an_answer_and_are_not_shown(run) -> None:
             assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", stop)
             assert len(outputs) < TOKENS
             assert [output.token_ids[0] for output in outputs] == answer[: len(outputs)]
-        await bench.until_idle()
+        await bench.settled()
 
     run(scenario)
 
@@ -263,8 +269,7 @@ def test_200_requests_at_once_all_end_as_if_each_had_been_alone(run) -> None:
         got = await asyncio.gather(*map(bench.tokens, requests))
         for i, (row, tokens) in enumerate(zip(rows, got, strict=True)):
             assert tokens == bench.cold(*row)[: 1 + i % TOKENS]
-        await bench.until_idle()
-        stats = bench.engine.stats()
+        stats = await bench.settled()
         assert stats.generated_tokens == sum(map(len, got))
         assert stats.prompt_tokens >= sum(len(prompt) for prompt, _ in rows)
 
@@ -286,7 +291,7 @@ def test_an_error_in_mid_stream_ends_that_stream(run) -> None:
             await rest(bad)
         assert failed.value.code == "engine.nonfinite_logits"
         assert first + await rest(good) == bench.cold(PROMPTS[0], "b")
-        await bench.until_idle()
+        await bench.settled()
 
     run(scenario)
 
