@@ -487,6 +487,27 @@ def test_other_sequences_change_nothing(implementation, dtype) -> None:
         assert torch.equal(bits(got[mine]), bits(expected[mine]))
 
 
+@implementations
+@dtypes
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+def test_nan_is_never_hidden(implementation, dtype, what: str) -> None:
+    """A row that sees NaN is NaN, whatever the size: zeros would be answered as if they were right.
+
+    torch's causal attention on the CPU gives zeros below 16 keys.
+    """
+    for tokens in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130):
+        for queries in {1, tokens}:
+            case = AttentionCase([(tokens, queries)], dtype=dtype)
+            if what == "q":
+                case.q[:, 0] = torch.nan
+            else:
+                cache = case.k_cache if what == "k" else case.v_cache
+                cache[case.tables[0][0], 0] = torch.nan
+            got = case.run(implementation)
+            assert got[:, 0].isnan().all(), f"{queries} rows of {tokens} tokens"
+            assert what != "q" or not got[:, 1:].isnan().any()
+
+
 @given(
     decodes=st.lists(st.integers(1, 30), max_size=4),
     prefills=st.lists(st.tuples(st.integers(0, 20), st.integers(2, 12)), max_size=3),

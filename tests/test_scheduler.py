@@ -362,6 +362,26 @@ def test_held_adapters_admit_nobody_and_stop_nobody() -> None:
     assert bench.end("new") == "length"
 
 
+def test_a_preempted_request_of_a_held_adapter_still_finishes() -> None:
+    """It has begun, so an unload must wait for it; held back, it would never end."""
+    bench = Bench(pages=8, sizes={"a": 2})
+    bench.resident("a")
+    bench.add("old", prompt=4, max_tokens=12)
+    bench.add("it", prompt=4, max_tokens=16, adapter="a")
+    bench.step()
+    while not bench.waiting:
+        bench.step()
+    assert bench.waiting == ["it"]
+    bench.scheduler.held.add(ref("a").digest)
+    assert bench.scheduler.unfinished(ref("a").digest) == 1
+    bench.add("new", adapter="a")
+    while not bench.end("it"):
+        bench.step()
+        assert bench.scheduler.unfinished(ref("a").digest) == (bench.end("it") is None)
+    assert bench.tokens("it") == 16
+    assert bench.waiting == ["new"]
+
+
 # --- room -------------------------------------------------------------------------------------
 
 
@@ -676,7 +696,7 @@ class Traffic(RuleBasedStateMachine):
         """As the engine does: forget the adapter when nobody uses it, and end the hold."""
         held = self.bench.scheduler.held
         digest = data.draw(st.sampled_from(sorted(held)))
-        if not self.bench.scheduler.running_by_adapter().get(digest):
+        if not self.bench.scheduler.unfinished(digest):
             self.bench.tiers.drop(digest)
         held.discard(digest)
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch, LoraFactors
     from lorad_kernels.segments import LoraSegments
 
+# torch's causal attention turns NaN into zeros when there are fewer keys than lanes in a vector
+# (16 with AVX-512), and the request that computed it would get an answer instead of an error.
+_CAUSAL_FROM = 64
+
 
 def add_lora(
     y: Tensor,
@@ -95,7 +99,7 @@ def _prefill(
     q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None
 ) -> Tensor:
     """Rows `[n, heads, dim]` at the end of a context of K and V `[>= context, kv_heads, dim]`."""
-    whole = q.shape[0] == context and window is None
+    whole = q.shape[0] == context and window is None and context >= _CAUSAL_FROM
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k[:context].transpose(0, 1)[None],

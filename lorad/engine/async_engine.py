@@ -54,6 +54,7 @@ class AsyncEngine:
         self._commands: dict[str, asyncio.Future[AdapterLoaded | AdapterUnloaded]] = {}
         self._stats = engine.stats()
         self._accepting = True
+        self._failure: str | None = None  # what ended the engine thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="lorad-engine", daemon=True)
 
@@ -69,15 +70,13 @@ class AsyncEngine:
         deadline = time.monotonic() + drain_timeout
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        stopping = LoradError("daemon.stopping", "the daemon is stopping")
-        for request_id, stream in list(self._streams.items()):
-            stream.put_nowait(TokenOutput(request_id, None, None, "error", stopping))
+        self._end_all(LoradError("daemon.stopping", "the daemon is stopping"))
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, 30)
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive()
+        return self._failure is None and self._thread.is_alive()
 
     @property
     def accepting(self) -> bool:
@@ -138,8 +137,7 @@ class AsyncEngine:
     def _admit(self) -> None:
         if not self._accepting:
             raise LoradError("daemon.stopping", "the daemon is stopping")
-        if not self.healthy:
-            raise LoradError("engine.failed", "the engine thread has ended")
+        self._check_alive()
         if len(self._streams) >= self._max_queued:
             raise LoradError(
                 "queue.full",
@@ -147,6 +145,18 @@ class AsyncEngine:
                 hint="try again in a moment",
                 details={"limit": self._max_queued},
             )
+
+    def _check_alive(self) -> None:
+        if not self.healthy:
+            raise LoradError("engine.failed", self._failure or "the engine thread has ended")
+
+    def _end_all(self, error: LoradError) -> None:
+        """Every open stream and command ends with the error: nobody else will answer them."""
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(TokenOutput(request_id, None, None, "error", error))
+        for future in self._commands.values():
+            if not future.done():
+                future.set_exception(error)
 
     # --- adapters -------------------------------------------------------------------------
 
@@ -167,8 +177,7 @@ class AsyncEngine:
     async def _command(
         self, command: LoadAdapter | UnloadAdapter
     ) -> AdapterLoaded | AdapterUnloaded:
-        if not self.healthy:
-            raise LoradError("engine.failed", "the engine thread has ended")
+        self._check_alive()
         future: asyncio.Future[AdapterLoaded | AdapterUnloaded]
         future = asyncio.get_running_loop().create_future()
         self._commands[command.command_id] = future
@@ -191,6 +200,18 @@ class AsyncEngine:
     # --- the engine thread ----------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.exception("the engine thread has failed")
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._fail, str(error))
+
+    def _fail(self, reason: str) -> None:
+        self._failure = f"the engine thread has ended: {reason}"
+        self._end_all(LoradError("engine.failed", self._failure))
+
+    def _serve(self) -> None:
         engine, published = self._engine, 0.0
         worked = False
         while True:

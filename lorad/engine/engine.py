@@ -100,7 +100,9 @@ class Engine:
             failed = LoradError("engine.failed", f"the engine failed in a step: {error}")
             self._outputs += self._scheduler.fail_all(failed)
             return True
-        self._outputs += self._scheduler.update(batch, sampled)
+        outputs = self._scheduler.update(batch, sampled)
+        self._outputs += outputs
+        self._generated_tokens += sum(output.token_id is not None for output in outputs)
         self._record(batch, started, time.perf_counter() - clock)
         return True
 
@@ -137,7 +139,7 @@ class Engine:
     def _begin_unload(self, command: UnloadAdapter) -> None:
         digest = command.adapter.digest
         self._scheduler.held.add(digest)
-        running = self._scheduler.running_by_adapter().get(digest, 0)
+        running = self._scheduler.unfinished(digest)
         deadline = time.monotonic() + command.drain_timeout
         self._unloads.append(_PendingUnload(command, deadline, running))
 
@@ -159,8 +161,9 @@ class Engine:
         for unload in list(self._unloads):
             if (answer := self._try_unload(unload)) is not None:
                 self._unloads.remove(unload)
-                self._scheduler.held.discard(unload.command.adapter.digest)
                 self._outputs.append(answer)
+        # An adapter stays held until the last of several unloads of it has ended.
+        self._scheduler.held = {unload.command.adapter.digest for unload in self._unloads}
 
     def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
         command = load.command
@@ -187,7 +190,7 @@ class Engine:
     def _try_unload(self, unload: _PendingUnload) -> AdapterUnloaded | CommandFailed | None:
         command = unload.command
         digest = command.adapter.digest
-        busy = self._scheduler.running_by_adapter().get(digest, 0)
+        busy = self._scheduler.unfinished(digest)
         if not busy and not self._adapters.is_loading(digest):
             device, host = self._adapters.drop(digest)
             return AdapterUnloaded(command.command_id, device, host, unload.requests)
@@ -211,7 +214,6 @@ class Engine:
             prompt += max(0, min(item.start + item.count, item.sequence.prompt_length) - item.start)
         self._steps += 1
         self._prompt_tokens += prompt
-        self._generated_tokens += len(batch.sampled)
         self.records.append(
             StepRecord(
                 step=self._steps,

@@ -21,6 +21,7 @@ class Sequence:
     arrived_at: float = field(default_factory=time.monotonic)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    started: bool = False  # has run before; true also while it is preempted
 
     @classmethod
     def from_request(cls, request: GenerationRequest) -> Sequence:

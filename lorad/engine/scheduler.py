@@ -71,7 +71,7 @@ class Scheduler:
         self._eos = eos_token_ids
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        # Adapters being unloaded: their requests wait until that is over.
+        # Adapters being unloaded: requests that have not begun wait until that is over.
         self.held: set[str] = set()
         self._failures: list[TokenOutput] = []
 
@@ -106,6 +106,10 @@ class Scheduler:
 
     def waiting_by_adapter(self) -> dict[str, int]:
         return Counter(s.digest for s in self.waiting if s.digest)
+
+    def unfinished(self, digest: str) -> int:
+        """Requests of an adapter that have begun: the running ones and the preempted ones."""
+        return sum(s.digest == digest and s.started for s in (*self.running, *self.waiting))
 
     # --- one step -------------------------------------------------------------------------
 
@@ -166,7 +170,7 @@ class Scheduler:
     def _fail_unplaceable(self) -> None:
         """Nothing runs and nothing loads, yet the oldest request has no room: it never will."""
         for sequence in self.waiting:
-            if sequence.digest not in self.held:
+            if sequence.digest not in self.held or sequence.started:
                 self.waiting.remove(sequence)
                 self._failures.append(_failure(sequence, _no_room()))
                 return
@@ -197,6 +201,7 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        sequence.started = True
         if sequence.digest:
             self._adapters.acquire(sequence.digest)
 
@@ -210,7 +215,7 @@ class Scheduler:
         ref = sequence.request.adapter
         if ref is None:
             return "ready"
-        if ref.digest in self.held or ref.digest == draining:
+        if ref.digest == draining or (ref.digest in self.held and not sequence.started):
             return None
         if ref.digest not in wanted and len(wanted) >= self._limits.max_loras:
             return None
