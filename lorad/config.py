@@ -20,6 +20,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 LEVELS = ("debug", "info", "warning", "error")
 _SIZE = re.compile(r"(\d+)\s*(B|KiB|MiB|GiB|TiB)?")
+_HEADER = re.compile(r"\s*\[+([^\]]+)\]")
+_KEY = re.compile(r"""\s*([\w."'-]+)\s*=""")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -164,7 +166,7 @@ def load_config(
             take(setting, raw, f"{file}:{line}")
     for setting in SETTINGS:
         if (name := environment_name(setting)) in environment:
-            take(setting, environment[name], name)
+            take(setting, _parsed(environment[name], type(SETTINGS[setting].default)), name)
     for setting, raw in flags.items():
         if raw is not None:
             take(setting, raw, "flag")
@@ -191,11 +193,11 @@ def _read_toml(file: Path) -> list[tuple[str, Any, int]]:
         raise LoradError("config.invalid", f"{file}: {error}") from None
     found = []
     for section, keys in document.items():
-        line = _line_of(text, section, None)
+        line = _line_of(text, section)
         if not isinstance(keys, dict) or not any(s.startswith(f"{section}.") for s in SETTINGS):
             raise _unknown(f"{file}:{line}", f"[{section}]", [s.split(".")[0] for s in SETTINGS])
         for key, value in keys.items():
-            line = _line_of(text, section, key)
+            line = _line_of(text, f"{section}.{key}")
             if f"{section}.{key}" not in SETTINGS:
                 known = [s.split(".")[1] for s in SETTINGS if s.startswith(f"{section}.")]
                 raise _unknown(f"{file}:{line}", f"{section}.{key}", known)
@@ -212,25 +214,26 @@ def _unknown(where: str, what: str, known: list[str]) -> LoradError:
     )
 
 
-def _line_of(text: str, section: str, key: str | None) -> int:
-    """Line number of a section's header, or of a key in it (tomllib does not tell)."""
-    inside = False
+def _line_of(text: str, name: str) -> int:
+    """Line where `section` or `section.key` first appears; tomllib does not tell.
+
+    A key of an inline table is on its table's line.
+    """
+    section = ""
     for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[+\s*\"?([^\]\"]+?)\"?\s*\]+", line)
-        if header:
-            inside = header[1] == section
-            if inside and key is None:
-                return number
-        name = re.match(r"\s*\"?([A-Za-z0-9_.-]+)\"?\s*=", line)
-        if (
-            name
-            and key is not None
-            and ((inside and name[1] == key) or name[1] == f"{section}.{key}")
-        ):
+        if header := _HEADER.match(line):
+            found = section = _unquoted(header[1])
+        elif key := _KEY.match(line):
+            found = f"{section}.{_unquoted(key[1])}".lstrip(".")
+        else:
+            continue
+        if f"{found}.".startswith(f"{name}."):
             return number
-        if name and key is None and name[1].split(".")[0] == section:
-            return number
-    return 1
+    return _line_of(text, name.rpartition(".")[0]) if "." in name else 1
+
+
+def _unquoted(name: str) -> str:
+    return re.sub(r"[\s\"']", "", name)
 
 
 def _checked(setting: str, raw: Any, origin: str) -> Any:
@@ -259,12 +262,15 @@ def _convert(raw: Any, kind: type, metadata: Mapping[str, Any]) -> Any:
     return value
 
 
+def _parsed(text: str, kind: type) -> Any:
+    """A variable's text as the number it is to be, or as it is when it is none."""
+    try:
+        return kind(text)
+    except ValueError:
+        return text
+
+
 def _as_kind(raw: Any, kind: type) -> Any:
-    if isinstance(raw, str) and kind in (int, float):
-        try:
-            return kind(raw)
-        except ValueError:
-            raise ValueError(f"is {raw!r}, not a number") from None
     if kind is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
     if type(raw) is not kind:

@@ -188,7 +188,14 @@ def _allocate_slab(
             details={"pages": pages, "needed": needed, "page_bytes": nbytes},
         )
     log.info("slab: %d pages of %d bytes on %s", pages, nbytes, device)
-    return Slab.allocate(config.shape, pages, options.block_size, dtype, device)
+    try:
+        return Slab.allocate(config.shape, pages, options.block_size, dtype, device)
+    except RuntimeError as error:  # torch's kinds of "out of memory" are all of this one
+        raise LoradError(
+            "memory.no_capacity",
+            f"a slab of {pages * nbytes} bytes cannot be allocated on {device}: {error}",
+            hint="lower memory.slab_bytes or memory.gpu_memory_utilization",
+        ) from None
 
 
 def _slab_budget(

@@ -64,7 +64,7 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     names = [WEIGHTS_FILE]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = _indexed_files(index)
     files = [directory / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -74,6 +74,13 @@ def _weight_files(directory: Path) -> list[Path]:
             hint="lorad reads safetensors checkpoints only, never pickle (.bin)",
         )
     return files
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise _bad(f"{index} is no index of a safetensors checkpoint") from None
 
 
 def load_decoder(
