@@ -21,187 +21,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16
-_I1, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
-_F32 = ir.FloatType()
-_VECTOR = ir.VectorType(_F32, LANES)
-_MASK = ir.VectorType(_I1, LANES)
-
-
-def _constant(element: ir.Type, values: list[int]) -> ir.Constant:
-    return ir.Constant(ir.VectorType(element, len(values)), values)
-
-
-def _splat(builder: Any, value: Any) -> Any:
-    """A scalar in all lanes."""
-    kind = ir.VectorType(value.type, LANES)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, _constant(_I32, [0] * LANES))
-
-
-def _splat_f32(value: float) -> ir.Constant:
-    return ir.Constant(_VECTOR, [value] * LANES)
-
-
-def _splat_i32(value: int) -> ir.Constant:
-    return _constant(_I32, [value] * LANES)
-
-
-def _first_lanes(builder: Any, count: Any) -> Any:
-    """A mask of the first `count` (int64) lanes."""
-    lanes = _constant(_I64, list(range(LANES)))
-    return builder.icmp_signed("<", lanes, _splat(builder, count))
-
-
-def _widen(builder: Any, value: Any, dtype: types.Type) -> Any:
-    """Loaded elements of `dtype` as float32."""
-    if dtype == types.float32:
-        return value
-    wide = builder.zext(value, ir.VectorType(_I32, LANES))
-    return builder.bitcast(builder.shl(wide, _splat_i32(16)), _VECTOR)
-
-
-def _load(builder: Any, pointer: Any, dtype: types.Type, mask: Any = None) -> Any:
-    """16 elements at `pointer` as float32; lanes outside the mask are zero and never read."""
-    element = _F32 if dtype == types.float32 else _I16
-    kind = ir.VectorType(element, LANES)
-    source = builder.bitcast(pointer, kind.as_pointer())
-    align = 4 if dtype == types.float32 else 2
-    if mask is None:
-        value = builder.load(source, align=align)
-    else:
-        suffix = "f32" if dtype == types.float32 else "i16"
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(kind, [source.type, _I32, _MASK, kind]),
-            f"llvm.masked.load.v16{suffix}.p0",
-        )
-        zero = ir.Constant(kind, None)
-        value = builder.call(function, [source, _I32(align), mask, zero])
-    return _widen(builder, value, dtype)
-
-
-def _prefetch(builder: Any, pointer: Any) -> None:
-    source = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [source.type, _I32, _I32, _I32]),
-        "llvm.prefetch.p0",
-    )
-    builder.call(function, [source, _I32(0), _I32(3), _I32(1)])  # for reading, data
-
-
-def _store(builder: Any, value: Any, pointer: Any) -> None:
-    builder.store(value, builder.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-
-
-def _put(builder: Any, value: Any, pointer: Any, dtype: types.Type, mask: Any) -> None:
-    """Store float32 lanes as elements of `dtype`, rounded to nearest even, where the mask says."""
-    if dtype != types.float32:
-        value = _to_bfloat16(builder, value)
-    target = builder.bitcast(pointer, value.type.as_pointer())
-    align = 4 if dtype == types.float32 else 2
-    if mask is None:
-        builder.store(value, target, align=align)
-        return
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [value.type, target.type, _I32, _MASK]),
-        f"llvm.masked.store.v16{'f32' if dtype == types.float32 else 'i16'}.p0",
-    )
-    builder.call(function, [value, target, _I32(align), mask])
-
-
-def _to_bfloat16(builder: Any, value: Any) -> Any:
-    bits = builder.bitcast(value, ir.VectorType(_I32, LANES))
-    odd = builder.and_(builder.lshr(bits, _splat_i32(16)), _splat_i32(1))
-    rounded = builder.add(builder.add(bits, _splat_i32(0x7FFF)), odd)
-    # Rounding could carry a NaN into infinity: it keeps its upper bits and is made quiet.
-    quiet = builder.or_(bits, _splat_i32(0x400000))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    kept = builder.select(is_nan, quiet, rounded)
-    return builder.trunc(builder.lshr(kept, _splat_i32(16)), ir.VectorType(_I16, LANES))
-
-
-def _for_lanes(builder: Any, count: Any, step: Callable[[Any, Any], None]) -> None:
-    """`step(k, mask)` for k = 0, 16, ... below count; the mask is None but for a partial end."""
-    whole = builder.and_(count, _I64(-LANES))
-    with cgutils.for_range_slice(builder, _I64(0), whole, _I64(LANES)) as (k, _):
-        step(k, None)
-    left = builder.sub(count, whole)
-    with builder.if_then(builder.icmp_signed(">", left, _I64(0))):
-        step(whole, _first_lanes(builder, left))
-
-
-def _call_vector(builder: Any, name: str, arguments: list[Any]) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(arguments))
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v16f32")
-    return builder.call(function, arguments)
-
-
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return _call_vector(builder, "fma", [a, b, c])
-
-
-def _sum_each(builder: Any, vectors: list[Any]) -> Any:
-    """16 vectors to one: lane i is the sum of vector i's lanes, always by the same tree.
-
-    Each round adds the two halves of every lane group of a pair of vectors: 16 vectors of one
-    16-lane group, 8 vectors of two 8-lane groups, ..., 1 vector of sixteen 1-lane groups.
-    """
-    group = LANES
-    while len(vectors) > 1:
-        half = group // 2
-        # Vector i pairs with i + n, so that the sums end up in the order of the vectors.
-        n = len(vectors) // 2
-        low: list[int] = []
-        high: list[int] = []
-        for start in range(0, LANES, group):
-            for vector in (0, LANES):
-                low += range(vector + start, vector + start + half)
-                high += range(vector + start + half, vector + start + group)
-        vectors = [
-            builder.fadd(
-                builder.shuffle_vector(vectors[i], vectors[i + n], _constant(_I32, low)),
-                builder.shuffle_vector(vectors[i], vectors[i + n], _constant(_I32, high)),
-            )
-            for i in range(n)
-        ]
-        group = half
-    return vectors[0]
-
-
-def _sum_lanes(builder: Any, vector: Any) -> Any:
-    """The sum of one vector's lanes, by the tree of `_sum_each`."""
-    half = LANES // 2
-    while half:
-        other = [lane ^ half for lane in range(LANES)]
-        swapped = builder.shuffle_vector(vector, vector, _constant(_I32, other))
-        vector = builder.fadd(vector, swapped)
-        half //= 2
-    return builder.extract_element(vector, _I32(0))
-
-
-def _exp(builder: Any, x: Any) -> Any:
-    """e^x to 2 units in the last place, for x <= 88; as at -87 below that.
-
-    x = n ln 2 + f with |f| <= ln 2 / 2; e^f by its Taylor polynomial of degree 7, times 2^n
-    through the exponent's bits. Adding 1.5 * 2^23 rounds to an integer, left in the low bits.
-    NaN stays NaN.
-    """
-    low = builder.fcmp_ordered("<", x, _splat_f32(-87.0))
-    x = builder.select(low, _splat_f32(-87.0), x)
-    shifter = _splat_f32(12582912.0)
-    shifted = builder.fadd(builder.fmul(x, _splat_f32(1.4426950408889634)), shifter)
-    n = builder.fsub(shifted, shifter)
-    f = _fma(builder, n, _splat_f32(-0.693359375), x)
-    f = _fma(builder, n, _splat_f32(2.1219444e-4), f)
-    y = _splat_f32(1 / 5040)
-    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-        y = _fma(builder, y, f, _splat_f32(coefficient))
-    bits = builder.bitcast(shifted, ir.VectorType(_I32, LANES))
-    power = builder.shl(builder.add(bits, _splat_i32(127)), _splat_i32(23))
-    return builder.fmul(y, builder.bitcast(power, _VECTOR))
+from lorad_kernels import cpu_vectors as v
+from lorad_kernels.cpu_vectors import LANES
 
 
 def _data(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any:
@@ -210,9 +31,9 @@ def _data(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any
 
 def _clamped(builder: Any, offset: Any, index: int, stride: Any, count: Any) -> Any:
     """offset + min(index, count - 1) * stride: a tile's missing rows repeat the last one."""
-    last = builder.sub(count, _I64(1))
-    inside = builder.icmp_signed("<", _I64(index), count)
-    row = builder.select(inside, _I64(index), last)
+    last = builder.sub(count, v.I64(1))
+    inside = builder.icmp_signed("<", v.I64(index), count)
+    row = builder.select(inside, v.I64(index), last)
     return builder.add(offset, builder.mul(row, stride))
 
 
@@ -245,28 +66,28 @@ def _dot_tile(rows: int) -> Callable[..., None]:
             out_data = _data(context, builder, sig.args[10], args[10])
             xs = [_clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
             ws = [_clamped(builder, args[5], i, args[6], args[7]) for i in range(columns)]
-            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(LANES)]
+            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(LANES)]
             for place in sums:
-                builder.store(ir.Constant(_VECTOR, None), place)
+                builder.store(ir.Constant(v.VECTOR, None), place)
 
             def step(k: Any, mask: Any) -> None:
                 def at(data: Any, offset: Any) -> Any:
                     return builder.gep(data, [builder.add(offset, k)])
 
                 values = [
-                    _load(builder, at(x_data, offset), sig.args[0].dtype, mask) for offset in xs
+                    v.load(builder, at(x_data, offset), sig.args[0].dtype, mask) for offset in xs
                 ]
                 for column, offset in enumerate(ws):
                     pointer = at(w_data, offset)
-                    weight = _load(builder, pointer, sig.args[4].dtype, mask)
-                    _prefetch(builder, builder.gep(pointer, [args[8]]))
+                    weight = v.load(builder, pointer, sig.args[4].dtype, mask)
+                    v.prefetch(builder, builder.gep(pointer, [args[8]]))
                     for row, value in enumerate(values):
                         place = sums[row * columns + column]
-                        builder.store(_fma(builder, value, weight, builder.load(place)), place)
+                        builder.store(v.fma(builder, value, weight, builder.load(place)), place)
 
-            _for_lanes(builder, args[9], step)
-            total = _sum_each(builder, [builder.load(place) for place in sums])
-            _store(builder, total, out_data)
+            v.for_lanes(builder, args[9], step)
+            total = v.sum_each(builder, [builder.load(place) for place in sums])
+            v.store(builder, total, out_data)
             return context.get_dummy_value()
 
         return signature, generate
@@ -320,22 +141,22 @@ def _add_weighted(vectors: int) -> Callable[..., None]:
             weights_data = _data(context, builder, sig.args[0], args[0])
             x_data = _data(context, builder, sig.args[3], args[3])
             out_data = _data(context, builder, sig.args[7], args[7])
-            steps = [_I64(LANES * i) for i in range(vectors)]
+            steps = [v.I64(LANES * i) for i in range(vectors)]
             targets = [builder.gep(out_data, [builder.add(args[8], step)]) for step in steps]
-            sums = [cgutils.alloca_once(builder, _VECTOR) for _ in steps]
+            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in steps]
             for place, target in zip(sums, targets, strict=True):
-                builder.store(_load(builder, target, types.float32), place)
+                builder.store(v.load(builder, target, types.float32), place)
             with cgutils.for_range(builder, args[2]) as loop:
                 at = builder.gep(weights_data, [builder.add(args[1], loop.index)])
-                weight = _splat(builder, builder.load(at))
+                weight = v.splat(builder, builder.load(at))
                 row = builder.add(args[4], builder.mul(loop.index, args[5]))
                 for place, step in zip(sums, steps, strict=True):
                     pointer = builder.gep(x_data, [builder.add(row, step)])
-                    value = _load(builder, pointer, sig.args[3].dtype)
-                    _prefetch(builder, builder.gep(pointer, [args[6]]))
-                    builder.store(_fma(builder, weight, value, builder.load(place)), place)
+                    value = v.load(builder, pointer, sig.args[3].dtype)
+                    v.prefetch(builder, builder.gep(pointer, [args[6]]))
+                    builder.store(v.fma(builder, weight, value, builder.load(place)), place)
             for place, target in zip(sums, targets, strict=True):
-                _store(builder, builder.load(place), target)
+                v.store(builder, builder.load(place), target)
             return context.get_dummy_value()
 
         return signature, generate
@@ -379,18 +200,18 @@ def exp_and_sum(typingctx, x, offset, count, largest, scale):  # type: ignore[no
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         data = _data(context, builder, sig.args[0], args[0])
-        place = cgutils.alloca_once(builder, _VECTOR)
-        builder.store(ir.Constant(_VECTOR, None), place)
-        with cgutils.for_range_slice(builder, _I64(0), args[2], _I64(LANES)) as (k, _):
+        place = cgutils.alloca_once(builder, v.VECTOR)
+        builder.store(ir.Constant(v.VECTOR, None), place)
+        with cgutils.for_range_slice(builder, v.I64(0), args[2], v.I64(LANES)) as (k, _):
             pointer = builder.gep(data, [builder.add(args[1], k)])
-            mask = _first_lanes(builder, builder.sub(args[2], k))
-            value = builder.fsub(_load(builder, pointer, types.float32), _splat(builder, args[3]))
-            value = builder.fmul(value, _splat(builder, args[4]))
+            mask = v.first_lanes(builder, builder.sub(args[2], k))
+            value = builder.fsub(v.load(builder, pointer, types.float32), v.splat(builder, args[3]))
+            value = builder.fmul(value, v.splat(builder, args[4]))
             # Lanes behind the end hold anything, NaN too.
-            value = builder.select(mask, _exp(builder, value), ir.Constant(_VECTOR, None))
-            _store(builder, value, pointer)
+            value = builder.select(mask, v.exp(builder, value), ir.Constant(v.VECTOR, None))
+            v.store(builder, value, pointer)
             builder.store(builder.fadd(builder.load(place), value), place)
-        return _sum_lanes(builder, builder.load(place))
+        return v.sum_lanes(builder, builder.load(place))
 
     return signature, generate
 
@@ -400,25 +221,25 @@ def largest(typingctx, x, offset, count):  # type: ignore[no-untyped-def]
     """The greatest of `x[offset : offset + count]`, count >= 1; NaN if one of them is."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data, lowest = _data(context, builder, sig.args[0], args[0]), _splat_f32(-math.inf)
-        place = cgutils.alloca_once(builder, _VECTOR)
+        data, lowest = _data(context, builder, sig.args[0], args[0]), v.splat_f32(-math.inf)
+        place = cgutils.alloca_once(builder, v.VECTOR)
         builder.store(lowest, place)
 
         def step(k: Any, mask: Any) -> None:
             pointer = builder.gep(data, [builder.add(args[1], k)])
-            value = _load(builder, pointer, sig.args[0].dtype, mask)
+            value = v.load(builder, pointer, sig.args[0].dtype, mask)
             if mask is not None:
                 value = builder.select(mask, value, lowest)
-            builder.store(_call_vector(builder, "maximum", [value, builder.load(place)]), place)
+            builder.store(v.call(builder, "maximum", [value, builder.load(place)]), place)
 
-        _for_lanes(builder, args[2], step)
+        v.for_lanes(builder, args[2], step)
         vector, half = builder.load(place), LANES // 2
         while half:
             other = [lane ^ half for lane in range(LANES)]
-            swapped = builder.shuffle_vector(vector, vector, _constant(_I32, other))
-            vector = _call_vector(builder, "maximum", [vector, swapped])
+            swapped = builder.shuffle_vector(vector, vector, v.constant(v.I32, other))
+            vector = v.call(builder, "maximum", [vector, swapped])
             half //= 2
-        return builder.extract_element(vector, _I32(0))
+        return builder.extract_element(vector, v.I32(0))
 
     return types.float32(x, types.int64, types.int64), generate
 
@@ -436,19 +257,19 @@ def silu_times(typingctx, gate, gate_offset, up, up_offset, count, out, out_offs
 
         def step(k: Any, mask: Any) -> None:
             def at(data: Any, offset: Any, dtype: types.Type) -> Any:
-                return _load(builder, builder.gep(data, [builder.add(offset, k)]), dtype, mask)
+                return v.load(builder, builder.gep(data, [builder.add(offset, k)]), dtype, mask)
 
             x, y = at(gates, args[1], sig.args[0].dtype), at(ups, args[3], sig.args[2].dtype)
             # Below -88, e^-x would leave float32; there silu(x) is 0 to its precision.
             power = builder.fneg(x)
-            high = builder.fcmp_ordered(">", power, _splat_f32(88.0))
-            power = _exp(builder, builder.select(high, _splat_f32(88.0), power))
-            one = _splat_f32(1.0)
+            high = builder.fcmp_ordered(">", power, v.splat_f32(88.0))
+            power = v.exp(builder, builder.select(high, v.splat_f32(88.0), power))
+            one = v.splat_f32(1.0)
             value = builder.fmul(builder.fdiv(x, builder.fadd(one, power)), y)
             pointer = builder.gep(target, [builder.add(args[6], k)])
-            _put(builder, value, pointer, sig.args[5].dtype, mask)
+            v.put(builder, value, pointer, sig.args[5].dtype, mask)
 
-        _for_lanes(builder, args[4], step)
+        v.for_lanes(builder, args[4], step)
         return context.get_dummy_value()
 
     return signature, generate
@@ -463,16 +284,16 @@ def add_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ign
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         ys = _data(context, builder, sig.args[0], args[0])
         xs = _data(context, builder, sig.args[2], args[2])
-        scale = _splat(builder, args[5])
+        scale = v.splat(builder, args[5])
 
         def step(k: Any, mask: Any) -> None:
             pointer = builder.gep(ys, [builder.add(args[1], k)])
-            old = _load(builder, pointer, sig.args[0].dtype, mask)
-            value = _load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
-            value = _fma(builder, scale, value, old)
-            _put(builder, value, pointer, sig.args[0].dtype, mask)
+            old = v.load(builder, pointer, sig.args[0].dtype, mask)
+            value = v.load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
+            value = v.fma(builder, scale, value, old)
+            v.put(builder, value, pointer, sig.args[0].dtype, mask)
 
-        _for_lanes(builder, args[4], step)
+        v.for_lanes(builder, args[4], step)
         return context.get_dummy_value()
 
     return signature, generate
@@ -487,14 +308,14 @@ def set_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ign
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         ys = _data(context, builder, sig.args[0], args[0])
         xs = _data(context, builder, sig.args[2], args[2])
-        scale = _splat(builder, args[5])
+        scale = v.splat(builder, args[5])
 
         def step(k: Any, mask: Any) -> None:
-            value = _load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
+            value = v.load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
             pointer = builder.gep(ys, [builder.add(args[1], k)])
-            _put(builder, builder.fmul(scale, value), pointer, sig.args[0].dtype, mask)
+            v.put(builder, builder.fmul(scale, value), pointer, sig.args[0].dtype, mask)
 
-        _for_lanes(builder, args[4], step)
+        v.for_lanes(builder, args[4], step)
         return context.get_dummy_value()
 
     return signature, generate
@@ -517,7 +338,7 @@ def claim(typingctx, counters, index):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
-        return builder.atomic_rmw("add", pointer, _I64(1), "monotonic")
+        return builder.atomic_rmw("add", pointer, v.I64(1), "monotonic")
 
     return types.int64(counters, types.int64), generate
 
@@ -525,7 +346,7 @@ def claim(typingctx, counters, index):  # type: ignore[no-untyped-def]
 @intrinsic
 def _bits_of(typingctx, value):  # type: ignore[no-untyped-def]
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _I32)
+        return builder.bitcast(args[0], v.I32)
 
     return types.uint32(types.float32), generate
 
@@ -535,7 +356,7 @@ def float_from(typingctx, bits):  # type: ignore[no-untyped-def]
     """The float32 whose bits are the lower half of an int64; see `cpu_threads.float_bits`."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(builder.trunc(args[0], _I32), _F32)
+        return builder.bitcast(builder.trunc(args[0], v.I32), v.F32)
 
     return types.float32(types.int64), generate
 
@@ -543,7 +364,7 @@ def float_from(typingctx, bits):  # type: ignore[no-untyped-def]
 @intrinsic
 def _float_of(typingctx, bits):  # type: ignore[no-untyped-def]
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32)
+        return builder.bitcast(args[0], v.F32)
 
     return types.float32(types.uint32), generate
 
