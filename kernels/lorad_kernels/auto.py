@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lorad_kernels.ops import AttentionBatch, LoraFactors
+    from lorad_kernels.factors import FactorTable
+    from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
 
 
@@ -22,7 +23,7 @@ class Implementation(Protocol):
         y: Tensor,
         x: Tensor,
         slab: Tensor,
-        table: Sequence[Sequence[LoraFactors]],
+        table: FactorTable,
         slice_starts: Sequence[int],
         segments: LoraSegments,
     ) -> None: ...
@@ -37,6 +38,26 @@ class Implementation(Protocol):
         scale: float,
         sliding_window: int | None,
     ) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor: ...
+
+    def row_max(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def implementation(device: torch.device) -> Implementation:

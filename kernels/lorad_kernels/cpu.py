@@ -1,4 +1,4 @@
-"""The CPU path: matmuls in the serving dtype, decode attention for all sequences at once."""
+"""The CPU path: own kernels where rows are few, torch where they are many."""
 
 from __future__ import annotations
 
@@ -7,41 +7,28 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from lorad_kernels.reference import visible
+from lorad_kernels import cpu_attention, cpu_fused, cpu_lora, cpu_torch, reference
 
 if TYPE_CHECKING:
-    from lorad_kernels.ops import AttentionBatch, LoraFactors
+    from lorad_kernels.factors import FactorTable
+    from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
-
-# torch's causal attention turns NaN into zeros when there are fewer keys than lanes in a vector
-# (16 with AVX-512), and the request that computed it would get an answer instead of an error.
-_CAUSAL_FROM = 64
 
 
 def add_lora(
     y: Tensor,
     x: Tensor,
     slab: Tensor,
-    table: Sequence[Sequence[LoraFactors]],
+    table: FactorTable,
     slice_starts: Sequence[int],
     segments: LoraSegments,
 ) -> None:
-    for segment in segments.segments:
-        rows_x = x[segment.start : segment.end]
-        rows_y = y[segment.start : segment.end]
-        for s, factors in enumerate(table[segment.slot]):
-            if factors.rank:
-                _add_slice(rows_y[:, slice_starts[s] : slice_starts[s + 1]], rows_x, slab, factors)
-
-
-def _add_slice(y: Tensor, x: Tensor, slab: Tensor, factors: LoraFactors) -> None:
-    rank, width = factors.rank, x.shape[1]
-    base = slab.storage_offset()  # as_strided counts from the storage, the factors from the slab
-    a = torch.as_strided(slab, (rank, width), (width, 1), base + factors.a_offset)
-    b = torch.as_strided(slab, (y.shape[1], rank), (rank, 1), base + factors.b_offset)
-    y.addmm_(x @ a.T, b.T, alpha=factors.scaling)
+    in_place = cpu_lora.serves(y, x, slab)
+    if in_place:
+        cpu_lora.add_chunks(y, x, slab, table, slice_starts, segments)
+    for segment in segments.long if in_place else segments.segments:
+        cpu_torch.add_segment(y, x, slab, table[segment.slot], slice_starts, segment)
 
 
 def paged_attention(
@@ -53,60 +40,54 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
 ) -> Tensor:
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype)
     decodes = batch.num_decodes
-    if decodes:
-        out[:decodes] = _decode(q[:decodes], k_cache, v_cache, batch, scale, sliding_window)
+    if decodes and cpu_attention.serves(q, k_cache):
+        cpu_attention.decode(
+            q[:decodes], k_cache, v_cache, batch, out, scale=scale, sliding_window=sliding_window
+        )
+    elif decodes:
+        out[:decodes] = cpu_torch.decode(
+            q[:decodes], k_cache, v_cache, batch, scale, sliding_window
+        )
     for i in range(decodes, len(batch.context_lens)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
         blocks = -(-batch.context_lens[i] // k_cache.shape[1])
-        k, v = _gather(k_cache, v_cache, batch.block_tables[i, :blocks])
-        out[rows] = _prefill(q[rows], k, v, batch.context_lens[i], scale, sliding_window)
+        k, v = cpu_torch.gather(k_cache, v_cache, batch.block_tables[i, :blocks])
+        out[rows] = cpu_torch.prefill(q[rows], k, v, batch.context_lens[i], scale, sliding_window)
     return out
 
 
-def _gather(k_cache: Tensor, v_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of `pages [..., blocks]` as `[..., blocks * block_size, kv_heads, head_dim]`."""
-    return k_cache[pages].flatten(-4, -3), v_cache[pages].flatten(-4, -3)
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    if dtype in cpu_fused.DTYPES and (delta is None or delta.dtype is dtype):
+        return cpu_fused.add_rms_norm(x, delta, weight, eps, dtype)
+    return reference.add_rms_norm(x, delta, weight, eps, dtype)
 
 
-def _decode(
+def silu_mul(gate_up: Tensor) -> Tensor:
+    if gate_up.dtype in cpu_fused.DTYPES and gate_up.is_contiguous():
+        return cpu_fused.silu_mul(gate_up)
+    return reference.silu_mul(gate_up)
+
+
+def rotate_and_store(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     batch: AttentionBatch,
-    scale: float,
-    window: int | None,
 ) -> Tensor:
-    """One row per sequence. The query heads of a group act as rows of one KV head's matmul."""
-    sequences, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[2]
-    lens = batch.context_lens_device[:sequences, None]
-    blocks = -(-max(batch.context_lens[:sequences]) // k_cache.shape[1])
-    k, v = _gather(k_cache, v_cache, batch.block_tables[:sequences, :blocks])
-    keys = torch.arange(k.shape[1], device=q.device)
-    mask = keys < lens
-    if window is not None:
-        mask = mask & (keys >= lens - window)
-    grouped = q.view(sequences, kv_heads, heads // kv_heads, head_dim)
-    out = scaled_dot_product_attention(
-        grouped, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None], scale=scale
-    )
-    return out.reshape(sequences, heads, head_dim)
+    if cpu_fused.rotates(q, k, v, k_cache, v_cache):
+        return cpu_fused.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+    return reference.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
 
 
-def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None
-) -> Tensor:
-    """Rows `[n, heads, dim]` at the end of a context of K and V `[>= context, kv_heads, dim]`."""
-    whole = q.shape[0] == context and window is None and context >= _CAUSAL_FROM
-    out = scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[:context].transpose(0, 1)[None],
-        v[:context].transpose(0, 1)[None],
-        attn_mask=None if whole else visible(q.shape[0], context, window, q.device),
-        is_causal=whole,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1)
+def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype in cpu_fused.DTYPES and x.is_contiguous():
+        return cpu_fused.row_max(x)
+    return reference.row_max(x)

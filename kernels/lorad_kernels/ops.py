@@ -9,24 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lorad_kernels.auto import implementation
+from lorad_kernels.factors import FactorTable, LoraFactors
 from lorad_kernels.segments import LoraSegments
-
-
-@dataclass(frozen=True, slots=True)
-class LoraFactors:
-    """Where one adapter's factors for one slice lie in the slab, in elements.
-
-    `A [rank, in]` starts at `a_offset`, `B [out, rank]` at `b_offset`, both row-major. Rank 0
-    means this adapter leaves the slice alone.
-    """
-
-    rank: int
-    scaling: float
-    a_offset: int
-    b_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +45,15 @@ def add_lora(
     y: Tensor,
     x: Tensor,
     slab: Tensor,
-    table: Sequence[Sequence[LoraFactors]],
+    table: Sequence[Sequence[LoraFactors]] | FactorTable,
     slice_starts: Sequence[int],
     segments: LoraSegments,
 ) -> None:
     """`y[t, slice s] += scaling * (x[t] @ A[a(t), s].T) @ B[a(t), s].T`, in place.
 
     y: `[T, out]`, the base projection's output. x: `[T, in]`, the same input. slab: 1-D, the
-    memory all factors lie in. table: `table[slot][s]` for the adapters of the step.
+    memory all factors lie in. table: `table[slot][s]` for the adapters of the step; a
+    FactorTable saves packing it in each call.
     slice_starts: output column where each slice begins, and the end of the last one.
     Rows outside every segment are not touched. Raises ValueError on shapes that do not fit.
     """
@@ -72,7 +61,7 @@ def add_lora(
     _check(slab.ndim == 1, "the slab must be one-dimensional")
     _check(x.shape[0] == segments.num_rows, "segments are of another batch")
     _check(slice_starts[-1] == y.shape[1], "slices do not cover the projection")
-    implementation(y.device).add_lora(y, x, slab, table, slice_starts, segments)
+    implementation(y.device).add_lora(y, x, slab, FactorTable.of(table), slice_starts, segments)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch) -> None:
@@ -82,6 +71,49 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Atte
     """
     k_cache[batch.kv_pages, batch.kv_offsets] = k
     v_cache[batch.kv_pages, batch.kv_offsets] = v
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """Rotary embedding of q and k; k and v go to the cache, the new q `[T, heads, dim]` comes back.
+
+    q: `[T, heads, head_dim]`; k, v: `[T, kv_heads, head_dim]`; cos, sin: `[T, head_dim]`, whose
+    halves are equal. Pairs (i, i + head_dim / 2) turn by the row's angles, in float32.
+    """
+    return implementation(q.device).rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """`x += delta` in place, then `x / sqrt(mean(x^2) + eps) * weight` as `dtype`.
+
+    x: `[T, width]` float32, the residual stream; delta the same shape in the serving dtype, or
+    None for nothing to add; weight: `[width]` float32. Zhang and Sennrich, arXiv:1910.07467.
+    """
+    _check(x.dtype is torch.float32 and x.is_contiguous(), "x must be contiguous float32")
+    return implementation(x.device).add_rms_norm(x, delta, weight, eps, dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `gate_up [T, 2 * width]`: `[T, width]`, rounded once."""
+    return implementation(gate_up.device).silu_mul(gate_up)
+
+
+def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The greatest value of each row of `x [T, width]` (float32) and its first index (int64).
+
+    A row that holds NaN has the value NaN; its index means nothing.
+    """
+    return implementation(x.device).row_max(x)
 
 
 def paged_attention(

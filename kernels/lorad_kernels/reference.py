@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm, silu
 
 if TYPE_CHECKING:
-    from lorad_kernels.ops import AttentionBatch, LoraFactors
+    from lorad_kernels.factors import FactorTable, LoraFactors
+    from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
 
 
@@ -21,7 +23,7 @@ def add_lora(
     y: Tensor,
     x: Tensor,
     slab: Tensor,
-    table: Sequence[Sequence[LoraFactors]],
+    table: Sequence[Sequence[LoraFactors]] | FactorTable,
     slice_starts: Sequence[int],
     segments: LoraSegments,
 ) -> None:
@@ -73,3 +75,42 @@ def visible(queries: int, context: int, window: int | None, device: torch.device
     positions = torch.arange(context - queries, context, device=device)[:, None]
     mask = keys <= positions
     return mask if window is None else mask & (keys > positions - window)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    if delta is not None:
+        x += delta
+    return rms_norm(x, weight.shape, weight, eps).to(dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (silu(gate) * up).to(gate_up.dtype)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    k_cache[batch.kv_pages, batch.kv_offsets] = _rotate(k, cos, sin)
+    v_cache[batch.kv_pages, batch.kv_offsets] = v
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos[:, None].float() + turned * sin[:, None].float()).to(x.dtype)
+
+
+def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = x.max(dim=-1)
+    return values.float(), indices

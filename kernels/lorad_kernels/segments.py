@@ -9,6 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+# On the CPU, segments of up to LONG_ROWS rows are computed by kernels that read the factors in
+# place, in chunks of CHUNK_ROWS; in longer ones (prefill) torch's matmuls are faster.
+CHUNK_ROWS = 32
+LONG_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +28,36 @@ class Segment:
     end: int
     slot: int
 
+    @property
+    def is_long(self) -> bool:
+        return self.end - self.start > LONG_ROWS
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class LoraSegments:
     """All segments of one batch, in row order. Base rows belong to none and cost nothing."""
 
     segments: tuple[Segment, ...]
     num_rows: int
+
+    @cached_property
+    def chunks(self) -> NDArray[np.int64]:
+        """`[chunks, 3]`: start, end, slot of pieces of the short segments."""
+        pieces = [
+            (start, min(start + CHUNK_ROWS, segment.end), segment.slot)
+            for segment in self.segments
+            if not segment.is_long
+            for start in range(segment.start, segment.end, CHUNK_ROWS)
+        ]
+        return np.array(pieces, dtype=np.int64).reshape(-1, 3)
+
+    @cached_property
+    def chunks_address(self) -> int:
+        return self.chunks.ctypes.data
+
+    @cached_property
+    def long(self) -> tuple[Segment, ...]:
+        return tuple(segment for segment in self.segments if segment.is_long)
 
 
 def group_rows(slots: Sequence[int | None], lengths: Sequence[int]) -> LoraSegments:

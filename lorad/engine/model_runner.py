@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
-from lorad_kernels import AttentionBatch, group_rows
+from lorad_kernels import (
+    AdapterFactors,
+    AttentionBatch,
+    FactorTable,
+    group_rows,
+    pack_adapter,
+    step_tables,
+)
+from numpy.typing import NDArray
 
 from lorad.engine.adapter_tiers import AdapterTiers
 from lorad.engine.sampler import Sampled, sample
@@ -13,12 +24,37 @@ from lorad.model.decoder import Decoder, KVCacheViews
 from lorad.model.forward_batch import ForwardBatch, LoraBatch
 
 
+class _StepTables:
+    """The packed factor tables of the steps' adapters, made again only when those change."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._adapters: Sequence[AdapterFactors] = ()
+        self._packed: list[NDArray[np.int64]] = []
+        self._tables: tuple[tuple[FactorTable, ...], ...] = ()
+
+    def of(self, adapters: Sequence[AdapterFactors]) -> tuple[tuple[FactorTable, ...], ...]:
+        """`[layer][projection]`, by slot. An adapter that moved has other factors objects."""
+        if not _same(adapters, self._adapters):
+            # Objects are told apart by identity, and kept here so that none is reused.
+            known = {id(a): p for a, p in zip(self._adapters, self._packed, strict=True)}
+            self._packed = [known[id(a)] if id(a) in known else pack_adapter(a) for a in adapters]
+            self._adapters = adapters
+            self._tables = step_tables(adapters, self._packed, self._device)
+        return self._tables
+
+
+def _same(left: Sequence[AdapterFactors], right: Sequence[AdapterFactors]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
 class ModelRunner:
     def __init__(self, decoder: Decoder, slab: Slab, adapters: AdapterTiers) -> None:
         self._decoder = decoder
         self._slab = slab
         self._adapters = adapters
         self._kv = KVCacheViews(*slab.kv_views(decoder.config.shape))
+        self._tables = _StepTables(decoder.device)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> list[Sampled]:
@@ -72,15 +108,15 @@ class ModelRunner:
         digests = list(dict.fromkeys(i.sequence.digest for i in items if i.sequence.digest))
         if not digests:
             return None
-        adapters = [self._adapters.get(digest) for digest in digests]
-        if None in adapters:
+        factors = [a.factors for digest in digests if (a := self._adapters.get(digest))]
+        if len(factors) < len(digests):
             raise RuntimeError("a running adapter is not on the device")
         slots = {digest: slot for slot, digest in enumerate(digests)}
         segments = group_rows(
             [slots[i.sequence.digest] if i.sequence.digest else None for i in items],
             [i.count for i in items],
         )
-        return LoraBatch(self._slab.data, tuple(a.factors for a in adapters if a), segments)
+        return LoraBatch(self._slab.data, self._tables.of(factors), segments)
 
     def _tensor(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._decoder.device)

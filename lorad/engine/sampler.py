@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from lorad_kernels import row_max
 from torch import Tensor
 
 from lorad.engine.messages import SamplingParams, TokenLogprob
@@ -26,7 +27,7 @@ class Sampled:
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
     """logits `[S, vocab]`, one row per sequence, any float dtype."""
-    best, greedy = logits.max(dim=-1)  # max returns NaN when a row holds one
+    best, greedy = row_max(logits)  # NaN when a row holds one
     finite = torch.isfinite(best).tolist()
     tokens = greedy.tolist()
     return [

@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import paged_attention, write_kv
+from lorad_kernels import (
+    add_rms_norm,
+    base_linear,
+    paged_attention,
+    rotate_and_store,
+    silu_mul,
+    tune_linears,
+)
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm
 
 from lorad.model.config import ModelConfig
 from lorad.model.forward_batch import ForwardBatch
-from lorad.model.layers import FusedLinear, RotaryEmbedding, rotate
+from lorad.model.layers import FusedLinear, RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class Decoder:
         self.final_norm = final_norm
         self.lm_head = lm_head  # [vocab, hidden]; the same tensor when embeddings are tied
         self.rotary = rotary
+        self._logits = base_linear(lm_head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,14 +79,35 @@ class Decoder:
         """
         x = embedding(batch.token_ids, self.embed_tokens).float()
         rope = self.rotary.at(batch.positions)
+        delta = None
         for i, layer in enumerate(self.layers):
-            x = x + self._attend(i, layer, self._norm(x, layer.input_norm), batch, kv, rope)
-            x = x + self._mlp(layer, self._norm(x, layer.post_attention_norm), batch)
-        x = self._norm(x[batch.logits_rows], self.final_norm)
-        return linear(x, self.lm_head)
+            normed = self._add_norm(x, delta, layer.input_norm)
+            delta = self._attend(i, layer, normed, batch, kv, rope)
+            normed = self._add_norm(x, delta, layer.post_attention_norm)
+            delta = layer.down_proj(silu_mul(layer.gate_up_proj(normed, batch.lora)), batch.lora)
+        normed = self._add_norm(x, delta, self.final_norm)
+        return self._logits(normed[batch.logits_rows])
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root-mean-square norm (Zhang and Sennrich, arXiv:1910.07467) in float32."""
+    def tune(self, spare_bytes: int) -> None:
+        """Measure once how each projection is computed best; may copy weights (see ops)."""
+        projections = [
+            projection.base
+            for layer in self.layers
+            for projection in (
+                layer.qkv_proj,
+                layer.o_proj,
+                layer.gate_up_proj,
+                layer.down_proj,
+            )
+        ]
+        tune_linears([*projections, self._logits], spare_bytes)
+
+    def _add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Adds to the residual stream `x`, in place, and norms it."""
+        return add_rms_norm(x, delta, weight, self.config.rms_norm_eps, self.dtype)
+
+    def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Qwen3's norm over each head of q or k, in float32."""
         normed = rms_norm(x.float(), weight.shape, weight, self.config.rms_norm_eps)
         return normed.to(self.dtype)
 
@@ -95,9 +124,8 @@ class Decoder:
         qkv = layer.qkv_proj(x, batch.lora).view(x.shape[0], -1, shape.head_dim)
         q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        write_kv(k, v, kv.k[index], kv.v[index], batch.attention)
+            q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
+        q = rotate_and_store(q, k, v, *rope, kv.k[index], kv.v[index], batch.attention)
         out = paged_attention(
             q,
             kv.k[index],
@@ -107,7 +135,3 @@ class Decoder:
             sliding_window=self.config.sliding_windows[index],
         )
         return layer.o_proj(out.reshape(x.shape[0], -1), batch.lora)
-
-    def _mlp(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch) -> Tensor:
-        gate, up = layer.gate_up_proj(x, batch.lora).chunk(2, dim=-1)
-        return layer.down_proj(silu(gate) * up, batch.lora)

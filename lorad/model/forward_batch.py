@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lorad_kernels import AttentionBatch, LoraFactors, LoraSegments
+from lorad_kernels import AttentionBatch, FactorTable, LoraSegments
 from torch import Tensor
-
-# Factors of one adapter, `[layer][projection][slice]`, absolute in the slab.
-AdapterFactors = Sequence[Sequence[Sequence[LoraFactors]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +14,7 @@ class LoraBatch:
     """Which rows use which resident adapter. A base-only batch has none of this."""
 
     slab: Tensor  # 1-D, serving dtype
-    adapters: tuple[AdapterFactors, ...]  # by slot
+    tables: Sequence[Sequence[FactorTable]]  # [layer][projection], each by slot and slice
     segments: LoraSegments
 
 

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import add_lora
+from lorad_kernels import BaseLinear, add_lora
 from torch import Tensor
-from torch.nn.functional import linear
 
 from lorad.model.config import ModelConfig, RopeScaling
 from lorad.model.forward_batch import LoraBatch
@@ -28,14 +27,8 @@ class RotaryEmbedding:
         self.sin = angles.sin().to(device, dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each `[T, 1, head_dim]`: looked up once per step, used by every layer."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: `[T, heads, head_dim]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+        """cos and sin, each `[T, head_dim]`: looked up once per step, used by every layer."""
+        return self.cos[positions], self.sin[positions]
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
@@ -68,15 +61,16 @@ class FusedLinear:
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
+    base: BaseLinear  # x W^T + bias, as this device does it best
     layer: int
     index: int  # position in ModelShape.projections
     slice_starts: tuple[int, ...]
 
     def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
         """x `[T, in]` -> `[T, out]`: the base for all rows at once, then the rows' deltas."""
-        y = linear(x, self.weight, self.bias)
+        y = self.base(x)
         if lora is not None:
-            table = [adapter[self.layer][self.index] for adapter in lora.adapters]
+            table = lora.tables[self.layer][self.index]
             add_lora(y, x, lora.slab, table, self.slice_starts, lora.segments)
         return y
 

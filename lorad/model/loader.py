@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from lorad_kernels import base_linear
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -116,7 +118,13 @@ def load_decoder(
     final_norm = reader.norm("model.norm.weight", shape.hidden_size)
     checkpoint.check_all_taken()
     rotary = RotaryEmbedding(config, max_positions, dtype, device)
-    return Decoder(config, embed, tuple(layers), final_norm, lm_head, rotary)
+    decoder = Decoder(config, embed, tuple(layers), final_norm, lm_head, rotary)
+    decoder.tune(_free_host_bytes() // 8)
+    return decoder
+
+
+def _free_host_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _LayerReader:
@@ -179,7 +187,9 @@ class _LayerReader:
         bias = None
         if has_bias:
             bias = self._fused([f"{path}.bias" for path in paths], [(size,) for size in sizes])
-        return FusedLinear(weight, bias, layer, position, slice_starts(projection))
+        return FusedLinear(
+            weight, bias, base_linear(weight, bias), layer, position, slice_starts(projection)
+        )
 
     def _fused(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
         parts = [self.tensor(name, shape) for name, shape in zip(names, shapes, strict=True)]

@@ -1,0 +1,173 @@
+"""Decode attention on the CPU, over the pages where they lie: no gathered copy of the cache.
+
+One work item is one sequence with one or all of its KV heads; the query heads of a group share
+each key and value that is read. Scores of a whole context are kept (float32), so the softmax is
+exact and a row's result does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import torch
+from numba import carray, float32, int64, uint16
+from torch import Tensor
+
+from lorad_kernels.cpu_simd import (
+    add_weighted,
+    array_at,
+    claim,
+    dot_tile,
+    exp_and_sum,
+    float_from,
+    largest,
+    set_scaled,
+    tile_rows,
+)
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel, float_bits
+
+if TYPE_CHECKING:
+    from lorad_kernels.ops import AttentionBatch
+
+
+@numba.njit
+def _pages(  # type: ignore[no-untyped-def]
+    begin, context, block, tables, table, page_stride, token_stride, offset
+):
+    """Yields (position, keys, place, distance to the next page's place) for each page."""
+    position = begin
+    row = tables[table + position // block] * page_stride + position % block * token_stride
+    while position < context:
+        count = min(block - position % block, context - position)
+        following = position + count
+        next_row = row
+        if following < context:
+            next_row = tables[table + following // block] * page_stride
+        yield position, count, row + offset, next_row - row
+        position, row = following, next_row
+
+
+@numba.njit
+def _score(  # type: ignore[no-untyped-def]
+    q, q_first, group, dim, keys, row, token_stride, count, ahead, scores, place, length, sums
+):
+    """scores[place + g * length + j] = q[g] . key j of a page, for a KV head's query heads."""
+    rows = tile_rows(group)
+    columns = 16 // rows
+    for c in range(0, count, columns):
+        for g in range(0, group, rows):
+            dot_tile(
+                rows, q, q_first + g * dim, dim, group - g, keys, row + c * token_stride,
+                token_stride, count - c, ahead if g == 0 else 0, dim, sums,
+            )  # fmt: skip
+            for i in range(min(rows, group - g)):
+                start = place + (g + i) * length + c
+                for j in range(min(columns, count - c)):
+                    scores[start + j] = sums[i * columns + j]
+
+
+@numba.njit
+def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
+    q = carray(array_at(arguments[FIRST], dtype), 1)
+    q_stride, group, dim = arguments[FIRST + 1], arguments[FIRST + 2], arguments[FIRST + 3]
+    keys = carray(array_at(arguments[FIRST + 4], dtype), 1)
+    values = carray(array_at(arguments[FIRST + 5], dtype), 1)
+    kv_heads, block = arguments[FIRST + 6], arguments[FIRST + 7]
+    page_stride, token_stride = arguments[FIRST + 8], arguments[FIRST + 9]
+    tables = carray(array_at(arguments[FIRST + 10], int64), 1)
+    table_stride = arguments[FIRST + 11]
+    contexts = carray(array_at(arguments[FIRST + 12], int64), 1)
+    window = arguments[FIRST + 13]
+    scale = float_from(arguments[FIRST + 14])
+    out = carray(array_at(arguments[FIRST + 15], dtype), 1)
+    item_heads = arguments[FIRST + 16]
+    sums = np.empty(16, np.float32)
+    totals = np.empty(item_heads * group * dim, np.float32)
+    while True:
+        item = claim(arguments, NEXT)
+        if item >= arguments[COUNT]:
+            return
+        sequence = item * item_heads // kv_heads
+        head = item * item_heads % kv_heads
+        context = contexts[sequence]
+        begin = max(0, context - window) if window > 0 else 0
+        length = (context - begin + 15) // 16 * 16
+        scores = np.empty(item_heads * group * length, np.float32)
+        table, q_first = sequence * table_stride, sequence * q_stride + head * group * dim
+        for position, count, row, ahead in _pages(
+            begin, context, block, tables, table, page_stride, token_stride, head * dim
+        ):
+            for h in range(item_heads):
+                _score(
+                    q, q_first + h * group * dim, group, dim, keys, row + h * dim, token_stride,
+                    count, ahead, scores, h * group * length + position - begin, length, sums,
+                )  # fmt: skip
+        totals[:] = 0.0
+        for r in range(item_heads * group):
+            top = largest(scores, r * length, context - begin)
+            total = exp_and_sum(scores, r * length, context - begin, top, scale)
+            inverse = float32(1.0) / total
+            for i in range(r * length, r * length + context - begin):
+                scores[i] *= inverse
+        for position, count, row, ahead in _pages(
+            begin, context, block, tables, table, page_stride, token_stride, head * dim
+        ):
+            for r in range(item_heads * group):
+                # The group's other heads read the same values: fetch them once.
+                fetch = ahead if r % group == 0 else 0
+                add_weighted(
+                    scores, r * length + position - begin, count, values,
+                    row + r // group * dim, token_stride, fetch, dim, totals, r * dim,
+                )  # fmt: skip
+        first = (sequence * kv_heads + head) * group * dim
+        set_scaled(out, first, totals, 0, item_heads * group * dim, float32(1.0))
+
+
+def _decode_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _decode(carray(arguments, ARGUMENTS), uint16)
+
+
+def _decode_float32(arguments):  # type: ignore[no-untyped-def]
+    _decode(carray(arguments, ARGUMENTS), float32)
+
+
+_KERNELS = {torch.bfloat16: Kernel(_decode_bfloat16), torch.float32: Kernel(_decode_float32)}
+
+
+def serves(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether `decode` computes this dtype and layout."""
+    dim = q.shape[2]
+    packed = q.stride(2) == 1 and q.stride(1) == dim and k_cache.stride(2) == dim
+    return packed and q.dtype is k_cache.dtype and q.dtype in _KERNELS and dim % 16 == 0
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    out: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> None:
+    """`ops.paged_attention` for the first sequences of a batch, one row each, into `out`.
+
+    q: `[sequences, heads, head_dim]` with contiguous heads; out the same, contiguous.
+    """
+    sequences, heads, dim = q.shape
+    kv_heads, block = k_cache.shape[2], k_cache.shape[1]
+    # All heads of a page lie together: read them together when there are sequences enough.
+    item_heads = kv_heads if sequences >= 2 * torch.get_num_threads() else 1
+    tokens = sum(batch.context_lens[:sequences])
+    _KERNELS[q.dtype](
+        sequences * kv_heads // item_heads, 2 * tokens * kv_heads * dim * q.element_size(),
+        q.data_ptr(), q.stride(0), heads // kv_heads, dim,
+        k_cache.data_ptr(), v_cache.data_ptr(), kv_heads, block,
+        k_cache.stride(0), k_cache.stride(1),
+        batch.block_tables.data_ptr(), batch.block_tables.stride(0),
+        batch.context_lens_device.data_ptr(), sliding_window or 0,
+        float_bits(scale), out.data_ptr(), item_heads,
+    )  # fmt: skip

@@ -1,0 +1,239 @@
+"""The small operations between a decoder's matmuls, each one pass over its rows.
+
+torch runs them as 20 calls a layer, which for a small model costs more than the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import torch
+from numba import carray, float32, float64, int64, uint16
+from torch import Tensor
+
+from lorad_kernels.cpu_simd import (
+    array_at,
+    claim,
+    dot_tile,
+    float_from,
+    get,
+    largest,
+    put,
+    silu_times,
+)
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel, float_bits
+
+if TYPE_CHECKING:
+    from lorad_kernels.ops import AttentionBatch
+
+_SCAN = 512  # elements of a row that row_max looks at between two comparisons
+
+
+@numba.njit
+def _add_norm(arguments, dtype):  # type: ignore[no-untyped-def]
+    x = carray(array_at(arguments[FIRST], float32), 1)
+    width, has_delta = arguments[FIRST + 1], arguments[FIRST + 2] != 0
+    delta = carray(array_at(arguments[FIRST + 2], dtype), 1)
+    weight = carray(array_at(arguments[FIRST + 3], float32), 1)
+    eps = float_from(arguments[FIRST + 4])
+    out = carray(array_at(arguments[FIRST + 5], dtype), 1)
+    sums = np.empty(16, np.float32)
+    while True:
+        row = claim(arguments, NEXT)
+        if row >= arguments[COUNT]:
+            return
+        start = row * width
+        if has_delta:
+            for i in range(start, start + width):
+                x[i] += get(delta, i)
+        dot_tile(1, x, start, 0, 1, x, start, 0, 1, 0, width, sums)
+        inverse = float32(1.0 / math.sqrt(float64(sums[0]) / width + eps))
+        for i in range(width):
+            put(out, start + i, x[start + i] * inverse * weight[i])
+
+
+def _add_norm_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _add_norm(carray(arguments, ARGUMENTS), uint16)
+
+
+def _add_norm_float32(arguments):  # type: ignore[no-untyped-def]
+    _add_norm(carray(arguments, ARGUMENTS), float32)
+
+
+@numba.njit
+def _silu_mul(arguments, dtype):  # type: ignore[no-untyped-def]
+    gate_up = carray(array_at(arguments[FIRST], dtype), 1)
+    width = arguments[FIRST + 1]
+    out = carray(array_at(arguments[FIRST + 2], dtype), 1)
+    while True:
+        row = claim(arguments, NEXT)
+        if row >= arguments[COUNT]:
+            return
+        start = 2 * row * width
+        silu_times(gate_up, start, gate_up, start + width, width, out, row * width)
+
+
+def _silu_mul_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _silu_mul(carray(arguments, ARGUMENTS), uint16)
+
+
+def _silu_mul_float32(arguments):  # type: ignore[no-untyped-def]
+    _silu_mul(carray(arguments, ARGUMENTS), float32)
+
+
+@numba.njit
+def _rotate_and_store(arguments, dtype):  # type: ignore[no-untyped-def]
+    qk = carray(array_at(arguments[FIRST], dtype), 1)
+    k = carray(array_at(arguments[FIRST + 1], dtype), 1)
+    v = carray(array_at(arguments[FIRST + 2], dtype), 1)
+    q_stride, k_stride, v_stride = (
+        arguments[FIRST + 3],
+        arguments[FIRST + 4],
+        arguments[FIRST + 5],
+    )
+    heads, kv_heads, dim = arguments[FIRST + 6], arguments[FIRST + 7], arguments[FIRST + 8]
+    cos = carray(array_at(arguments[FIRST + 9], dtype), 1)
+    sin = carray(array_at(arguments[FIRST + 10], dtype), 1)
+    keys = carray(array_at(arguments[FIRST + 11], dtype), 1)
+    values = carray(array_at(arguments[FIRST + 12], dtype), 1)
+    page_stride, token_stride = arguments[FIRST + 13], arguments[FIRST + 14]
+    pages = carray(array_at(arguments[FIRST + 15], int64), 1)
+    offsets = carray(array_at(arguments[FIRST + 16], int64), 1)
+    out = carray(array_at(arguments[FIRST + 17], dtype), 1)
+    half = dim // 2
+    while True:
+        row = claim(arguments, NEXT)
+        if row >= arguments[COUNT]:
+            return
+        angle = row * dim
+        for head in range(heads):
+            source, target = row * q_stride + head * dim, (row * heads + head) * dim
+            for i in range(half):
+                a, b = get(qk, source + i), get(qk, source + half + i)
+                c, s = get(cos, angle + i), get(sin, angle + i)
+                put(out, target + i, a * c - b * s)
+                put(out, target + half + i, b * c + a * s)
+        place = pages[row] * page_stride + offsets[row] * token_stride
+        for head in range(kv_heads):
+            source, target = row * k_stride + head * dim, place + head * dim
+            for i in range(half):
+                a, b = get(k, source + i), get(k, source + half + i)
+                c, s = get(cos, angle + i), get(sin, angle + i)
+                put(keys, target + i, a * c - b * s)
+                put(keys, target + half + i, b * c + a * s)
+        for i in range(kv_heads * dim):
+            values[place + i] = v[row * v_stride + i]
+
+
+def _rotate_and_store_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _rotate_and_store(carray(arguments, ARGUMENTS), uint16)
+
+
+def _rotate_and_store_float32(arguments):  # type: ignore[no-untyped-def]
+    _rotate_and_store(carray(arguments, ARGUMENTS), float32)
+
+
+@numba.njit
+def _row_max(arguments, dtype):  # type: ignore[no-untyped-def]
+    x = carray(array_at(arguments[FIRST], dtype), 1)
+    width = arguments[FIRST + 1]
+    values = carray(array_at(arguments[FIRST + 2], float32), 1)
+    indices = carray(array_at(arguments[FIRST + 3], int64), 1)
+    while True:
+        row = claim(arguments, NEXT)
+        if row >= arguments[COUNT]:
+            return
+        start = row * width
+        best, where = largest(x, start, min(_SCAN, width)), 0
+        for block in range(_SCAN, width, _SCAN):
+            top = largest(x, start + block, min(_SCAN, width - block))
+            # NaN, once seen, stays: no comparison with it is true.
+            if top > best or top != top:
+                best, where = top, block
+        while get(x, start + where) != best and best == best:
+            where += 1
+        values[row], indices[row] = best, where
+
+
+def _row_max_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _row_max(carray(arguments, ARGUMENTS), uint16)
+
+
+def _row_max_float32(arguments):  # type: ignore[no-untyped-def]
+    _row_max(carray(arguments, ARGUMENTS), float32)
+
+
+_ADD_NORM = {torch.bfloat16: Kernel(_add_norm_bfloat16), torch.float32: Kernel(_add_norm_float32)}
+_SILU = {torch.bfloat16: Kernel(_silu_mul_bfloat16), torch.float32: Kernel(_silu_mul_float32)}
+_ROTATE = {
+    torch.bfloat16: Kernel(_rotate_and_store_bfloat16),
+    torch.float32: Kernel(_rotate_and_store_float32),
+}
+_ROW_MAX = {torch.bfloat16: Kernel(_row_max_bfloat16), torch.float32: Kernel(_row_max_float32)}
+
+
+DTYPES = frozenset(_ADD_NORM)
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    rows, width = x.shape
+    out = torch.empty(rows, width, dtype=dtype)
+    _ADD_NORM[dtype](
+        rows, 3 * x.numel() * 4, x.data_ptr(), width, 0 if delta is None else delta.data_ptr(),
+        weight.data_ptr(), float_bits(eps), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=gate_up.dtype)
+    # exp makes it dearer than its bytes.
+    _SILU[gate_up.dtype](
+        rows, 4 * out.numel() * out.element_size(), gate_up.data_ptr(), width, out.data_ptr()
+    )
+    return out
+
+
+def rotates(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether `rotate_and_store` computes this dtype and layout."""
+    tensors = (q, k, v, k_cache, v_cache)
+    dense = all(t.stride(-1) == 1 and t.stride(-2) == t.shape[-1] for t in tensors)
+    return dense and q.dtype in DTYPES and k_cache.dtype is v_cache.dtype is q.dtype
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    rows, heads, dim = q.shape
+    out = torch.empty(rows, heads, dim, dtype=q.dtype)
+    _ROTATE[q.dtype](
+        rows, 4 * out.numel() * out.element_size(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
+        heads, k.shape[1], dim, cos.data_ptr(), sin.data_ptr(),
+        k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1),
+        batch.kv_pages.data_ptr(), batch.kv_offsets.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    _ROW_MAX[x.dtype](
+        rows, x.numel() * x.element_size(), x.data_ptr(), width,
+        values.data_ptr(), indices.data_ptr(),
+    )  # fmt: skip
+    return values, indices

@@ -1,0 +1,151 @@
+"""Base projections of few rows on the CPU: weights streamed once, near the memory's speed.
+
+oneDNN's matmul behind `torch.nn.functional.linear` reorders the weights in every call, which for
+a few rows costs more than the product. Up to a number of rows measured per shape, `dot_tile`
+reads them in place instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+from numba import carray, float32, uint16
+from torch import Tensor
+from torch.nn import functional
+
+from lorad_kernels.cpu_simd import array_at, claim, dot_tile, set_scaled, tile_rows
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel
+
+_COLUMNS = 64  # rows of the weight in a work item
+MEASURED_ROWS = (1, 2, 4, 8, 16)
+
+
+@numba.njit
+def _linear(arguments, dtype):  # type: ignore[no-untyped-def]
+    x = carray(array_at(arguments[FIRST], dtype), 1)
+    x_stride, count, width = arguments[FIRST + 1], arguments[FIRST + 2], arguments[FIRST + 3]
+    weight = carray(array_at(arguments[FIRST + 4], dtype), 1)
+    features = arguments[FIRST + 5]
+    y = carray(array_at(arguments[FIRST + 6], dtype), 1)
+    rows = tile_rows(count)
+    columns = 16 // rows
+    sums = np.empty(16, np.float32)
+    one = float32(1.0)
+    while True:
+        item = claim(arguments, NEXT)
+        if item >= arguments[COUNT]:
+            return
+        last = min(features, (item + 1) * _COLUMNS)
+        for n in range(item * _COLUMNS, last, columns):
+            for t in range(0, count, rows):
+                dot_tile(
+                    rows, x, t * x_stride, x_stride, count - t,
+                    weight, n * width, width, last - n, columns * width, width, sums,
+                )  # fmt: skip
+                for i in range(min(rows, count - t)):
+                    place = (t + i) * features + n
+                    set_scaled(y, place, sums, i * columns, min(columns, last - n), one)
+
+
+def _linear_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _linear(carray(arguments, ARGUMENTS), uint16)
+
+
+def _linear_float32(arguments):  # type: ignore[no-untyped-def]
+    _linear(carray(arguments, ARGUMENTS), float32)
+
+
+_KERNELS = {torch.bfloat16: Kernel(_linear_bfloat16), torch.float32: Kernel(_linear_float32)}
+
+
+def few_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x `[T, in]` times weight `[out, in]` transposed: `[T, out]`, every row alike in any batch."""
+    features, width = weight.shape
+    y = torch.empty(x.shape[0], features, dtype=x.dtype)
+    _KERNELS[x.dtype](
+        -(-features // _COLUMNS), weight.numel() * weight.element_size(),
+        x.data_ptr(), x.stride(0), x.shape[0], width,
+        weight.data_ptr(), features, y.data_ptr(),
+    )  # fmt: skip
+    return y
+
+
+class CpuLinear:
+    """A base projection with what makes it fast for few rows: a packed copy, or `few_rows`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._packed: Tensor | None = None
+        self._few = 0  # up to this many rows go to `few_rows`
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if 0 < x.shape[0] <= self._few:
+            y = few_rows(x.contiguous(), self._weight)
+            return y if self._bias is None else y.add_(self._bias)
+        if self._packed is None:
+            return functional.linear(x, self._weight, self._bias)
+        return _multiply_packed(x, self._packed, self._bias)
+
+    def pack(self) -> None:
+        """Keep the weight in oneDNN's own layout too, so that no call reorders it."""
+        with torch.inference_mode():
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            self._packed = reorder(self._weight, MEASURED_ROWS[-1])
+
+    def limit_few(self, rows: int) -> None:
+        self._few = rows
+
+
+def _multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y
+
+
+def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 2.0) -> None:
+    """Pack the weights if the copies fit in `spare_bytes`, and find where `few_rows` wins.
+
+    Measured per weight shape over all its layers, so that weights come from memory as they do
+    when a model runs. Stops measuring when `seconds` are over; what is not measured stays with
+    oneDNN. Only bfloat16 is tuned: float32 has nothing to reorder.
+    """
+    served = [linear for linear in linears if linear._weight.dtype is torch.bfloat16]
+    end = time.perf_counter() + seconds
+    total = sum(linear._weight.nbytes for linear in served)
+    if total <= spare_bytes and torch.backends.mkldnn.is_available():
+        for linear in served:
+            linear.pack()
+    for group in _by_shape(served).values():
+        best = 0
+        for rows in MEASURED_ROWS:
+            if time.perf_counter() > end or not _few_rows_win(group, rows):
+                break
+            best = rows
+        for linear in group:
+            linear.limit_few(best)
+
+
+def _by_shape(linears: Sequence[CpuLinear]) -> dict[torch.Size, list[CpuLinear]]:
+    groups: dict[torch.Size, list[CpuLinear]] = {}
+    for linear in linears:
+        groups.setdefault(linear._weight.shape, []).append(linear)
+    return groups
+
+
+def _few_rows_win(group: Sequence[CpuLinear], rows: int) -> bool:
+    x = torch.zeros(rows, group[0]._weight.shape[1], dtype=torch.bfloat16)
+    few = min(_seconds(linear, x, rows) for linear in [group] for _ in range(3))
+    other = min(_seconds(linear, x, 0) for linear in [group] for _ in range(3))
+    return few < other
+
+
+def _seconds(group: Sequence[CpuLinear], x: Tensor, few: int) -> float:
+    for linear in group:
+        linear.limit_few(few)
+    start = time.perf_counter()
+    for linear in group:
+        linear(x)
+    return time.perf_counter() - start

@@ -1,0 +1,162 @@
+"""LoRA deltas on the CPU: all segments and slices of a projection in two passes over the factors.
+
+Shrink writes h = x A^T in float32, expand adds scaling * h B^T to y. The factors are read where
+they lie in the slab, once per chunk of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import torch
+from numba import carray, float32, float64, int64, uint16
+from torch import Tensor
+
+from lorad_kernels.cpu_simd import add_scaled, array_at, claim, dot_tile, tile_rows
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel, constant
+
+if TYPE_CHECKING:
+    from lorad_kernels.factors import FactorTable
+    from lorad_kernels.segments import LoraSegments
+
+_RANKS = 16  # rows of A in a work item of shrink
+_COLUMNS = 64  # columns of y in a work item of expand
+
+
+@numba.njit
+def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
+    """h[t, s * max_rank + j] = x[t] . A[slot(t), s][j]."""
+    x = carray(array_at(arguments[FIRST], dtype), 1)
+    x_stride, width = arguments[FIRST + 1], arguments[FIRST + 2]
+    slab = carray(array_at(arguments[FIRST + 3], dtype), 1)
+    table = carray(array_at(arguments[FIRST + 4], int64), 1)
+    table_slices, slices = arguments[FIRST + 5], arguments[FIRST + 6]
+    chunks = carray(array_at(arguments[FIRST + 7], int64), 1)
+    h = carray(array_at(arguments[FIRST + 8], float32), 1)
+    max_rank = arguments[FIRST + 9]
+    blocks = (max_rank + _RANKS - 1) // _RANKS
+    sums = np.empty(16, np.float32)
+    while True:
+        item = claim(arguments, NEXT)
+        if item >= arguments[COUNT]:
+            return
+        chunk, s, block = item // (slices * blocks), item // blocks % slices, item % blocks
+        start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
+        entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
+        rank, a_offset = table[entry], table[entry + 1]
+        rows = tile_rows(end - start)
+        columns = 16 // rows
+        for j in range(block * _RANKS, min(rank, (block + 1) * _RANKS), columns):
+            for t in range(start, end, rows):
+                dot_tile(
+                    rows, x, t * x_stride, x_stride, end - t,
+                    slab, a_offset + j * width, width, rank - j, columns * width, width, sums,
+                )  # fmt: skip
+                for i in range(min(rows, end - t)):
+                    place = ((t + i) * slices + s) * max_rank + j
+                    for c in range(min(columns, rank - j)):
+                        h[place + c] = sums[i * columns + c]
+
+
+@numba.njit
+def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
+    """y[t, n] += scaling * h[t, s] . B[slot(t), s][n - start of s], for n in slice s."""
+    y = carray(array_at(arguments[FIRST], dtype), 1)
+    y_stride, width = arguments[FIRST + 1], arguments[FIRST + 2]
+    slab = carray(array_at(arguments[FIRST + 3], dtype), 1)
+    table = carray(array_at(arguments[FIRST + 4], int64), 1)
+    scalings = carray(array_at(arguments[FIRST + 4], float64), 1)
+    table_slices, slices = arguments[FIRST + 5], arguments[FIRST + 6]
+    chunks = carray(array_at(arguments[FIRST + 7], int64), 1)
+    h = carray(array_at(arguments[FIRST + 8], float32), 1)
+    max_rank = arguments[FIRST + 9]
+    starts = carray(array_at(arguments[FIRST + 10], int64), 1)
+    blocks = (width + _COLUMNS - 1) // _COLUMNS
+    h_stride = slices * max_rank
+    sums = np.empty(16, np.float32)
+    while True:
+        item = claim(arguments, NEXT)
+        if item >= arguments[COUNT]:
+            return
+        chunk, block = item // blocks, item % blocks
+        start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
+        rows = tile_rows(end - start)
+        columns = 16 // rows
+        for s in range(slices):
+            first = max(block * _COLUMNS, starts[s])
+            last = min((block + 1) * _COLUMNS, starts[s + 1])
+            entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
+            rank, b_offset = table[entry], table[entry + 2]
+            if rank == 0:
+                continue
+            scaling = float32(scalings[entry + 3])
+            for n in range(first, last, columns):
+                b_row = b_offset + (n - starts[s]) * rank
+                for t in range(start, end, rows):
+                    dot_tile(
+                        rows, h, t * h_stride + s * max_rank, h_stride, end - t,
+                        slab, b_row, rank, last - n, 4 * columns * rank, rank, sums,
+                    )  # fmt: skip
+                    for i in range(min(rows, end - t)):
+                        count = min(columns, last - n)
+                        add_scaled(y, (t + i) * y_stride + n, sums, i * columns, count, scaling)
+
+
+def _shrink_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _shrink(carray(arguments, ARGUMENTS), uint16)
+
+
+def _shrink_float32(arguments):  # type: ignore[no-untyped-def]
+    _shrink(carray(arguments, ARGUMENTS), float32)
+
+
+def _expand_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _expand(carray(arguments, ARGUMENTS), uint16)
+
+
+def _expand_float32(arguments):  # type: ignore[no-untyped-def]
+    _expand(carray(arguments, ARGUMENTS), float32)
+
+
+_KERNELS = {
+    torch.bfloat16: (Kernel(_shrink_bfloat16), Kernel(_expand_bfloat16)),
+    torch.float32: (Kernel(_shrink_float32), Kernel(_expand_float32)),
+}
+
+
+def serves(y: Tensor, x: Tensor, slab: Tensor) -> bool:
+    """Whether `add_chunks` computes this dtype and layout."""
+    alike = y.dtype is x.dtype is slab.dtype
+    return alike and y.dtype in _KERNELS and y.stride(1) == 1 and x.stride(1) == 1
+
+
+def add_chunks(
+    y: Tensor,
+    x: Tensor,
+    slab: Tensor,
+    table: FactorTable,
+    slice_starts: Sequence[int],
+    segments: LoraSegments,
+) -> None:
+    """`ops.add_lora` for the short segments of a batch; rows of y and x are contiguous."""
+    shrink, expand = _KERNELS[y.dtype]
+    chunks, slices = segments.chunks, len(slice_starts) - 1
+    if len(chunks) == 0 or table.max_rank == 0:
+        return
+    h = torch.empty(x.shape[0], slices, table.max_rank)
+    shared = (
+        slab.data_ptr(), table.address, table.packed.shape[1], slices,
+        segments.chunks_address, h.data_ptr(), table.max_rank,
+    )  # fmt: skip
+    work = len(chunks) * table.max_rank * y.element_size()
+    shrink(
+        len(chunks) * slices * -(-table.max_rank // _RANKS), work * x.shape[1] * slices,
+        x.data_ptr(), x.stride(0), x.shape[1], *shared,
+    )  # fmt: skip
+    expand(
+        len(chunks) * -(-y.shape[1] // _COLUMNS), work * y.shape[1],
+        y.data_ptr(), y.stride(0), y.shape[1], *shared, constant(tuple(slice_starts)),
+    )  # fmt: skip

@@ -1,0 +1,405 @@
+"""Micro-kernels of the CPU path, as LLVM vector code that numba functions call.
+
+Plain loops would leave the order of a sum to the compiler, which chooses it per loop. Here the
+order is written down: every dot product is one chain of 16-lane fused multiply-adds over k, then
+a fixed tree over the lanes. So a row's result has the same bits whatever rows are computed
+beside it, on any number of threads, and no `fastmath` is needed. LLVM splits the 16 lanes for
+narrower machines, with the same result.
+
+Arrays of uint16 hold bfloat16; everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lorad_kernels import cpu_vectors as v
+from lorad_kernels.cpu_vectors import LANES
+
+
+def _data(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any:
+    return context.make_array(array_type)(context, builder, value).data
+
+
+def _clamped(builder: Any, offset: Any, index: int, stride: Any, count: Any) -> Any:
+    """offset + min(index, count - 1) * stride: a tile's missing rows repeat the last one."""
+    last = builder.sub(count, v.I64(1))
+    inside = builder.icmp_signed("<", v.I64(index), count)
+    row = builder.select(inside, v.I64(index), last)
+    return builder.add(offset, builder.mul(row, stride))
+
+
+def _dot_tile(rows: int) -> Callable[..., None]:
+    columns = LANES // rows
+
+    @intrinsic
+    def tile(  # type: ignore[no-untyped-def]
+        typingctx,
+        x,
+        x_offset,
+        x_stride,
+        x_count,
+        w,
+        w_offset,
+        w_stride,
+        w_count,
+        ahead,
+        length,
+        out,
+    ):
+        integer = types.int64
+        signature = types.void(
+            x, integer, integer, integer, w, integer, integer, integer, integer, integer, out
+        )
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            x_data = _data(context, builder, sig.args[0], args[0])
+            w_data = _data(context, builder, sig.args[4], args[4])
+            out_data = _data(context, builder, sig.args[10], args[10])
+            xs = [_clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
+            ws = [_clamped(builder, args[5], i, args[6], args[7]) for i in range(columns)]
+            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(LANES)]
+            for place in sums:
+                builder.store(ir.Constant(v.VECTOR, None), place)
+
+            def step(k: Any, mask: Any) -> None:
+                def at(data: Any, offset: Any) -> Any:
+                    return builder.gep(data, [builder.add(offset, k)])
+
+                values = [
+                    v.load(builder, at(x_data, offset), sig.args[0].dtype, mask) for offset in xs
+                ]
+                for column, offset in enumerate(ws):
+                    pointer = at(w_data, offset)
+                    weight = v.load(builder, pointer, sig.args[4].dtype, mask)
+                    v.prefetch(builder, builder.gep(pointer, [args[8]]))
+                    for row, value in enumerate(values):
+                        place = sums[row * columns + column]
+                        builder.store(v.fma(builder, value, weight, builder.load(place)), place)
+
+            v.for_lanes(builder, args[9], step)
+            total = v.sum_each(builder, [builder.load(place) for place in sums])
+            v.store(builder, total, out_data)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return tile  # type: ignore[no-any-return]
+
+
+_dot_1x16 = _dot_tile(1)
+_dot_2x8 = _dot_tile(2)
+_dot_4x4 = _dot_tile(4)
+
+
+@numba.njit
+def tile_rows(count):  # type: ignore[no-untyped-def]
+    """How many rows of x go into one tile when `count` are left; a tile has 16 / rows columns."""
+    return 4 if count > 2 else count
+
+
+@numba.njit
+def dot_tile(  # type: ignore[no-untyped-def]
+    rows, x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out
+):
+    """out[i, j] = sum over k < length of x[i, k] * w[j, k], for 16 pairs (i, j).
+
+    `rows` is 1, 2 or 4; i < rows and j < 16 / rows; out is float32, row-major, 16 elements.
+    Row i of x starts at `x_offset + i * x_stride`, elements; from `x_count` on rows repeat the
+    last one, and so do w's columns. What lies `ahead` elements behind each piece of w is fetched
+    into the cache: a tile's rows are too many streams for the hardware to foresee.
+    """
+    if rows == 1:
+        _dot_1x16(
+            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out
+        )
+    elif rows == 2:
+        _dot_2x8(x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out)
+    else:
+        _dot_4x4(x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out)
+
+
+def _add_weighted(vectors: int) -> Callable[..., None]:
+    @intrinsic
+    def add(  # type: ignore[no-untyped-def]
+        typingctx, weights, w_offset, count, x, x_offset, x_stride, ahead, out, out_offset
+    ):
+        integer = types.int64
+        signature = types.void(
+            weights, integer, integer, x, integer, integer, integer, out, integer
+        )
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            weights_data = _data(context, builder, sig.args[0], args[0])
+            x_data = _data(context, builder, sig.args[3], args[3])
+            out_data = _data(context, builder, sig.args[7], args[7])
+            steps = [v.I64(LANES * i) for i in range(vectors)]
+            targets = [builder.gep(out_data, [builder.add(args[8], step)]) for step in steps]
+            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in steps]
+            for place, target in zip(sums, targets, strict=True):
+                builder.store(v.load(builder, target, types.float32), place)
+            with cgutils.for_range(builder, args[2]) as loop:
+                at = builder.gep(weights_data, [builder.add(args[1], loop.index)])
+                weight = v.splat(builder, builder.load(at))
+                row = builder.add(args[4], builder.mul(loop.index, args[5]))
+                for place, step in zip(sums, steps, strict=True):
+                    pointer = builder.gep(x_data, [builder.add(row, step)])
+                    value = v.load(builder, pointer, sig.args[3].dtype)
+                    v.prefetch(builder, builder.gep(pointer, [args[6]]))
+                    builder.store(v.fma(builder, weight, value, builder.load(place)), place)
+            for place, target in zip(sums, targets, strict=True):
+                v.store(builder, builder.load(place), target)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return add  # type: ignore[no-any-return]
+
+
+_add_weighted_16 = _add_weighted(1)
+_add_weighted_64 = _add_weighted(4)
+
+
+@numba.njit
+def add_weighted(  # type: ignore[no-untyped-def]
+    weights, w_offset, count, x, x_offset, x_stride, ahead, width, out, out_offset
+):
+    """out[d] += sum over j < count of weights[j] * x[j, d] for d < width, j ascending.
+
+    Row j of x starts at `x_offset + j * x_stride`; `ahead` as in `dot_tile`. width is a multiple
+    of 16; out and weights are float32.
+    """
+    d = 0
+    while d + 64 <= width:
+        _add_weighted_64(
+            weights, w_offset, count, x, x_offset + d, x_stride, ahead, out, out_offset + d
+        )
+        d += 64
+    while d < width:
+        _add_weighted_16(
+            weights, w_offset, count, x, x_offset + d, x_stride, ahead, out, out_offset + d
+        )
+        d += 16
+
+
+@intrinsic
+def exp_and_sum(typingctx, x, offset, count, largest, scale):  # type: ignore[no-untyped-def]
+    """x[j] = exp(scale * (x[j] - largest)) for j < count, in place; returns their sum.
+
+    x is float32 and has room for `count` rounded up to 16; what lies behind `count` is zeroed.
+    """
+    signature = types.float32(x, types.int64, types.int64, types.float32, types.float32)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = _data(context, builder, sig.args[0], args[0])
+        place = cgutils.alloca_once(builder, v.VECTOR)
+        builder.store(ir.Constant(v.VECTOR, None), place)
+        with cgutils.for_range_slice(builder, v.I64(0), args[2], v.I64(LANES)) as (k, _):
+            pointer = builder.gep(data, [builder.add(args[1], k)])
+            mask = v.first_lanes(builder, builder.sub(args[2], k))
+            value = builder.fsub(v.load(builder, pointer, types.float32), v.splat(builder, args[3]))
+            value = builder.fmul(value, v.splat(builder, args[4]))
+            # Lanes behind the end hold anything, NaN too.
+            value = builder.select(mask, v.exp(builder, value), ir.Constant(v.VECTOR, None))
+            v.store(builder, value, pointer)
+            builder.store(builder.fadd(builder.load(place), value), place)
+        return v.sum_lanes(builder, builder.load(place))
+
+    return signature, generate
+
+
+@intrinsic
+def largest(typingctx, x, offset, count):  # type: ignore[no-untyped-def]
+    """The greatest of `x[offset : offset + count]`, count >= 1; NaN if one of them is."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data, lowest = _data(context, builder, sig.args[0], args[0]), v.splat_f32(-math.inf)
+        place = cgutils.alloca_once(builder, v.VECTOR)
+        builder.store(lowest, place)
+
+        def step(k: Any, mask: Any) -> None:
+            pointer = builder.gep(data, [builder.add(args[1], k)])
+            value = v.load(builder, pointer, sig.args[0].dtype, mask)
+            if mask is not None:
+                value = builder.select(mask, value, lowest)
+            builder.store(v.call(builder, "maximum", [value, builder.load(place)]), place)
+
+        v.for_lanes(builder, args[2], step)
+        vector, half = builder.load(place), LANES // 2
+        while half:
+            other = [lane ^ half for lane in range(LANES)]
+            swapped = builder.shuffle_vector(vector, vector, v.constant(v.I32, other))
+            vector = v.call(builder, "maximum", [vector, swapped])
+            half //= 2
+        return builder.extract_element(vector, v.I32(0))
+
+    return types.float32(x, types.int64, types.int64), generate
+
+
+@intrinsic
+def silu_times(typingctx, gate, gate_offset, up, up_offset, count, out, out_offset):  # type: ignore[no-untyped-def]
+    """out[i] = silu(gate[i]) * up[i] for i < count, rounded once."""
+    integer = types.int64
+    signature = types.void(gate, integer, up, integer, integer, out, integer)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        gates = _data(context, builder, sig.args[0], args[0])
+        ups = _data(context, builder, sig.args[2], args[2])
+        target = _data(context, builder, sig.args[5], args[5])
+
+        def step(k: Any, mask: Any) -> None:
+            def at(data: Any, offset: Any, dtype: types.Type) -> Any:
+                return v.load(builder, builder.gep(data, [builder.add(offset, k)]), dtype, mask)
+
+            x, y = at(gates, args[1], sig.args[0].dtype), at(ups, args[3], sig.args[2].dtype)
+            # Below -88, e^-x would leave float32; there silu(x) is 0 to its precision.
+            power = builder.fneg(x)
+            high = builder.fcmp_ordered(">", power, v.splat_f32(88.0))
+            power = v.exp(builder, builder.select(high, v.splat_f32(88.0), power))
+            one = v.splat_f32(1.0)
+            value = builder.fmul(builder.fdiv(x, builder.fadd(one, power)), y)
+            pointer = builder.gep(target, [builder.add(args[6], k)])
+            v.put(builder, value, pointer, sig.args[5].dtype, mask)
+
+        v.for_lanes(builder, args[4], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def add_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ignore[no-untyped-def]
+    """y[i] += factor * x[i] for i < count, rounded once; x is float32."""
+    integer = types.int64
+    signature = types.void(y, integer, x, integer, integer, types.float32)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        ys = _data(context, builder, sig.args[0], args[0])
+        xs = _data(context, builder, sig.args[2], args[2])
+        scale = v.splat(builder, args[5])
+
+        def step(k: Any, mask: Any) -> None:
+            pointer = builder.gep(ys, [builder.add(args[1], k)])
+            old = v.load(builder, pointer, sig.args[0].dtype, mask)
+            value = v.load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
+            value = v.fma(builder, scale, value, old)
+            v.put(builder, value, pointer, sig.args[0].dtype, mask)
+
+        v.for_lanes(builder, args[4], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def set_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ignore[no-untyped-def]
+    """y[i] = factor * x[i] for i < count, rounded once; x is float32."""
+    integer = types.int64
+    signature = types.void(y, integer, x, integer, integer, types.float32)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        ys = _data(context, builder, sig.args[0], args[0])
+        xs = _data(context, builder, sig.args[2], args[2])
+        scale = v.splat(builder, args[5])
+
+        def step(k: Any, mask: Any) -> None:
+            value = v.load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
+            pointer = builder.gep(ys, [builder.add(args[1], k)])
+            v.put(builder, builder.fmul(scale, value), pointer, sig.args[0].dtype, mask)
+
+        v.for_lanes(builder, args[4], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def array_at(typingctx, address, like):  # type: ignore[no-untyped-def]
+    """A pointer to what lies at an address, of the type of the dtype `like`."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(types.int64, like), generate
+
+
+@intrinsic
+def claim(typingctx, counters, index):  # type: ignore[no-untyped-def]
+    """counters[index] += 1, atomically among threads; returns what was there before."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
+        return builder.atomic_rmw("add", pointer, v.I64(1), "monotonic")
+
+    return types.int64(counters, types.int64), generate
+
+
+@intrinsic
+def _bits_of(typingctx, value):  # type: ignore[no-untyped-def]
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], v.I32)
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def float_from(typingctx, bits):  # type: ignore[no-untyped-def]
+    """The float32 whose bits are the lower half of an int64; see `cpu_threads.float_bits`."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], v.I32), v.F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def _float_of(typingctx, bits):  # type: ignore[no-untyped-def]
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], v.F32)
+
+    return types.float32(types.uint32), generate
+
+
+def get(array: Any, index: Any) -> Any:
+    """One element as float32."""
+    raise NotImplementedError("compiled code only")
+
+
+def put(array: Any, index: Any, value: Any) -> None:
+    """Store a float32, rounded to nearest even."""
+    raise NotImplementedError("compiled code only")
+
+
+@numba.extending.overload(get)
+def _get_one(array, index):  # type: ignore[no-untyped-def]
+    if array.dtype == types.float32:
+        return lambda array, index: array[index]
+    return lambda array, index: _float_of(numba.uint32(numba.uint32(array[index]) << 16))
+
+
+@numba.extending.overload(put)
+def _put_one(array, index, value):  # type: ignore[no-untyped-def]
+    if array.dtype == types.float32:
+
+        def store(array, index, value):  # type: ignore[no-untyped-def]
+            array[index] = value
+
+    else:
+
+        def store(array, index, value):  # type: ignore[no-untyped-def]
+            bits = _bits_of(value)
+            rounded = numba.uint32(bits + numba.uint32(0x7FFF) + ((bits >> 16) & numba.uint32(1)))
+            quiet = numba.uint32(bits | numba.uint32(0x400000))
+            kept = quiet if value != value else rounded
+            array[index] = numba.uint16(kept >> 16)
+
+    return store

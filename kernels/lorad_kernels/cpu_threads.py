@@ -1,0 +1,95 @@
+"""Runs compiled kernels on torch's own OpenMP threads.
+
+A second thread pool (numba brings one) would fight torch's for the cores: OpenMP's threads spin
+for milliseconds after each matmul. So kernels are plain C functions, and the OpenMP run-time that
+torch has already loaded runs them on the team that ran its last matmul. Where none is found, a
+kernel runs on the calling thread alone: the result is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from array import array
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from numba import types
+
+# Slots 0 and 1 of a kernel's arguments are its counters: work items claimed, work items in all.
+NEXT, COUNT, FIRST = 0, 1, 2
+ARGUMENTS = 24
+_KERNEL = types.void(types.CPointer(types.int64))
+# Below this many bytes read, waking the other threads costs more than they save.
+_SERIAL_BYTES = 64 * 1024
+_CONSTANTS: list[array[int]] = []
+
+
+class Kernel:
+    """A function over its arguments `int64[n]`, compiled when first used and kept on disk.
+
+    It claims work items from `arguments[NEXT]` until `arguments[COUNT]` are taken, so several
+    threads may run it at once over the same arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._address = 0
+
+    def __call__(self, items: int, work_bytes: int, *arguments: int) -> None:
+        if not self._address:
+            # The compiled function must outlive its address.
+            self._compiled = numba.cfunc(_KERNEL, cache=True)(self._function)
+            self._address = self._compiled.address
+            self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        block = array("q", (0, items, *arguments))
+        pointer = block.buffer_info()[0]
+        threads = min(items, torch.get_num_threads())
+        team = _gomp_parallel()
+        if threads < 2 or work_bytes < _SERIAL_BYTES or team is None:
+            self._alone(pointer)
+        else:
+            team(self._address, pointer, threads, 0)
+
+
+@lru_cache(maxsize=256)
+def float_bits(value: float) -> int:
+    """A float32 as a kernel's argument."""
+    bits: int = struct.unpack("i", struct.pack("f", value))[0]
+    return bits
+
+
+@cache
+def constant(values: tuple[int, ...]) -> int:
+    """The address of an int64 array that is never freed: for the few that a model has."""
+    _CONSTANTS.append(array("q", values))
+    return _CONSTANTS[-1].buffer_info()[0]
+
+
+@cache
+def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP run-time in this process."""
+    for path in _loaded_openmp():
+        library = ctypes.CDLL(path)
+        if hasattr(library, "GOMP_parallel"):
+            function = library.GOMP_parallel
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            function.restype = None
+            return function
+    return None
+
+
+def _loaded_openmp() -> list[str]:
+    """OpenMP run-times mapped into this process, the one torch brings first."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") > 4 and "/" in line}
+    names = ("libgomp", "libiomp5", "libomp")
+    found = [path for path in paths if Path(path).name.startswith(names)]
+    return sorted(found, key=lambda path: ("torch" not in path, path))

@@ -1,0 +1,91 @@
+"""The CPU path's work that torch does best: long segments, prefill; and dtypes without kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lorad_kernels.reference import visible
+
+if TYPE_CHECKING:
+    from lorad_kernels.factors import LoraFactors
+    from lorad_kernels.ops import AttentionBatch
+    from lorad_kernels.segments import Segment
+
+# torch's causal attention turns NaN into zeros when there are fewer keys than lanes in a vector
+# (16 with AVX-512), and the request that computed it would get an answer instead of an error.
+_CAUSAL_FROM = 64
+
+
+def add_segment(
+    y: Tensor,
+    x: Tensor,
+    slab: Tensor,
+    factors: Sequence[LoraFactors],
+    slice_starts: Sequence[int],
+    segment: Segment,
+) -> None:
+    """`ops.add_lora` for one segment, as two matmuls a slice in the serving dtype."""
+    rows_x, rows_y = x[segment.start : segment.end], y[segment.start : segment.end]
+    for s, places in enumerate(factors[: len(slice_starts) - 1]):
+        if places.rank:
+            _add_slice(rows_y[:, slice_starts[s] : slice_starts[s + 1]], rows_x, slab, places)
+
+
+def _add_slice(y: Tensor, x: Tensor, slab: Tensor, factors: LoraFactors) -> None:
+    rank, width = factors.rank, x.shape[1]
+    base = slab.storage_offset()  # as_strided counts from the storage, the factors from the slab
+    a = torch.as_strided(slab, (rank, width), (width, 1), base + factors.a_offset)
+    b = torch.as_strided(slab, (y.shape[1], rank), (rank, 1), base + factors.b_offset)
+    y.addmm_(x @ a.T, b.T, alpha=factors.scaling)
+
+
+def gather(k_cache: Tensor, v_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V of `pages [..., blocks]` as `[..., blocks * block_size, kv_heads, head_dim]`."""
+    return k_cache[pages].flatten(-4, -3), v_cache[pages].flatten(-4, -3)
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """One row per sequence. The query heads of a group act as rows of one KV head's matmul."""
+    sequences, heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    lens = batch.context_lens_device[:sequences, None]
+    blocks = -(-max(batch.context_lens[:sequences]) // k_cache.shape[1])
+    k, v = gather(k_cache, v_cache, batch.block_tables[:sequences, :blocks])
+    keys = torch.arange(k.shape[1], device=q.device)
+    mask = keys < lens
+    if window is not None:
+        mask = mask & (keys >= lens - window)
+    grouped = q.view(sequences, kv_heads, heads // kv_heads, head_dim)
+    out = scaled_dot_product_attention(
+        grouped, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None], scale=scale
+    )
+    return out.reshape(sequences, heads, head_dim)
+
+
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None
+) -> Tensor:
+    """Rows `[n, heads, dim]` at the end of a context of K and V `[>= context, kv_heads, dim]`."""
+    whole = q.shape[0] == context and window is None and context >= _CAUSAL_FROM
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k[:context].transpose(0, 1)[None],
+        v[:context].transpose(0, 1)[None],
+        attn_mask=None if whole else visible(q.shape[0], context, window, q.device),
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

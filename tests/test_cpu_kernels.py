@@ -1,0 +1,295 @@
+"""The CPU's kernels against float64, and bit for bit against themselves in other batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from lorad_kernels import (
+    AttentionBatch,
+    LoraFactors,
+    add_lora,
+    add_rms_norm,
+    base_linear,
+    group_rows,
+    paged_attention,
+    rotate_and_store,
+    row_max,
+    silu_mul,
+    tune_linears,
+)
+from lorad_kernels.cpu_linear import few_rows
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Error of one rounding to the dtype, relative to the magnitudes that were summed.
+UNIT = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(7)
+    torch.set_num_threads(2)
+
+
+class Adapters:
+    """Random factors packed into a slab whose free bytes are NaN: reading them would show."""
+
+    def __init__(self, ranks, width, outs, dtype):
+        self.table, parts, position = [], [], 0
+
+        def place(tensor):
+            nonlocal position
+            parts.append(tensor.reshape(-1))
+            parts.append(torch.full((5,), torch.nan, dtype=dtype))
+            position += tensor.numel() + 5
+            return position - tensor.numel() - 5
+
+        self.outs = outs
+        for rank in ranks:
+            row = []
+            for out in outs:
+                a = torch.randn(rank, width).to(dtype) / width**0.5
+                b = torch.randn(out, rank).to(dtype)
+                row.append(LoraFactors(rank, 1.7, place(a), place(b)))
+            self.table.append(row)
+        self.slab = torch.cat(parts)
+        self.width = width
+
+    @property
+    def starts(self):
+        return [0, *np.cumsum(self.outs).tolist()]
+
+    def expected(self, y, x, slots):
+        """In float64, and the size of what was summed."""
+        want, size = y.double(), y.double().abs()
+        for t, slot in enumerate(slots):
+            if slot is None:
+                continue
+            for s, f in enumerate(self.table[slot]):
+                out = self.outs[s]
+                a = self.slab[f.a_offset :][: f.rank * self.width].view(f.rank, self.width)
+                b = self.slab[f.b_offset :][: out * f.rank].view(out, f.rank)
+                a, b, row = a.double(), b.double(), x[t].double()
+                columns = slice(self.starts[s], self.starts[s + 1])
+                want[t, columns] += f.scaling * (b @ (a @ row))
+                size[t, columns] += f.scaling * (b.abs() @ (a.abs() @ row.abs()))
+        return want, size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 35])
+@pytest.mark.parametrize("rank", [1, 3, 8, 17, 64, 512])
+def test_lora_is_exact_to_one_rounding(rank, width, dtype):
+    adapters = Adapters([rank, 0, 5], width, [70, 33], dtype)
+    slots = [None, 0, 0, 0, 0, 0, 1, 2, 2, 0, None]
+    x, y = torch.randn(11, width).to(dtype), torch.randn(11, 103).to(dtype)
+    want, size = adapters.expected(y, x, slots)
+    got = y.clone()
+    segments = group_rows(slots, [1] * 11)
+    add_lora(got, x, adapters.slab, adapters.table, adapters.starts, segments)
+    assert ((got.double() - want).abs() <= UNIT[dtype] * size).all()
+    for base in (0, 6, 10):
+        assert torch.equal(got[base], y[base])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_delta_has_the_same_bits_in_any_batch(dtype):
+    adapters = Adapters([8, 17, 64], 48, [40], dtype)
+    slots = [0] * 1 + [1] * 2 + [2] * 3 + [0] * 33 + [1] * 4
+    x, y = torch.randn(len(slots), 48).to(dtype), torch.randn(len(slots), 40).to(dtype)
+
+    def run(rows):
+        got = y[rows].clone()
+        segments = group_rows([slots[row] for row in rows], [1] * len(rows))
+        add_lora(got, x[rows], adapters.slab, adapters.table, [0, 40], segments)
+        return got
+
+    together = run(list(range(len(slots))))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        alone = torch.cat([run([row]) for row in range(len(slots))])
+        assert torch.equal(alone, together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_hot_segment_among_64_small_ones(dtype):
+    adapters = Adapters([4] * 65, 32, [48], dtype)
+    lengths = [1] * 32 + [1000] + [2] * 32
+    slots = list(range(65))
+    rows = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+    x, y = torch.randn(len(rows), 32).to(dtype), torch.randn(len(rows), 48).to(dtype)
+    want, size = adapters.expected(y, x, rows)
+    segments = group_rows(slots, lengths)
+    add_lora(y, x, adapters.slab, adapters.table, [0, 48], segments)
+    # Long segments go through torch, which rounds h to the dtype as well.
+    assert ((y.double() - want).abs() <= 3 * UNIT[dtype] * size).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 256])
+def test_any_number_of_segments(count):
+    adapters = Adapters([2] * max(count, 1), 16, [16], torch.float32)
+    x, y = torch.randn(257, 16), torch.randn(257, 16)
+    slots = [*range(count), *[None] * (257 - count)]
+    want, size = adapters.expected(y, x, slots)
+    segments = group_rows(slots, [1] * 257)
+    add_lora(y, x, adapters.slab, adapters.table, [0, 16], segments)
+    assert ((y.double() - want).abs() <= 2e-6 * size).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_few_rows_is_exact_to_one_rounding_and_invariant(rows, dtype):
+    x, weight = torch.randn(rows, 35).to(dtype), torch.randn(70, 35).to(dtype)
+    got = few_rows(x, weight)
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((got.double() - x.double() @ weight.double().T).abs() <= UNIT[dtype] * size).all()
+    assert torch.equal(torch.cat([few_rows(x[i : i + 1], weight) for i in range(rows)]), got)
+
+
+def test_a_tuned_linear_computes_what_torch_does():
+    weights = [torch.randn(96, 64).bfloat16() for _ in range(3)]
+    bias = torch.randn(96).bfloat16()
+    linears = [base_linear(weight, bias) for weight in weights]
+    tune_linears(linears, spare_bytes=2**30)
+    for rows in (1, 4, 40):
+        x = torch.randn(rows, 64).bfloat16()
+        for linear, weight in zip(linears, weights, strict=True):
+            want = x.double() @ weight.double().T + bias.double()
+            size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+            assert ((linear(x).double() - want).abs() <= 2 * 2**-8 * size).all()
+
+
+def _decode_batch(contexts, block, dtype, kv_heads, dim, layers=3):
+    """Random caches as strided views of one slab, pages in random order."""
+    blocks = [-(-context // block) for context in contexts]
+    pages = torch.randperm(sum(blocks) + 2)
+    slab = torch.randn(len(pages), layers, 2, block, kv_heads, dim).to(dtype)
+    tables, used = [], 2
+    for count in blocks:
+        own = pages[used : used + count].tolist()
+        tables.append(own + own[:1] * (max(blocks) - count))
+        used += count
+    for context, table in zip(contexts, tables, strict=True):
+        # What lies behind the context must not be read.
+        if context % block:
+            slab[table[context // block], :, :, context % block :] = torch.nan
+    batch = AttentionBatch(
+        query_starts=tuple(range(len(contexts) + 1)),
+        context_lens=tuple(contexts),
+        num_decodes=len(contexts),
+        block_tables=torch.tensor(tables),
+        context_lens_device=torch.tensor(contexts),
+        kv_pages=torch.tensor([t[(c - 1) // block] for c, t in zip(contexts, tables, strict=True)]),
+        kv_offsets=torch.tensor([(c - 1) % block for c in contexts]),
+    )
+    return batch, slab[:, 1, 0], slab[:, 1, 1]
+
+
+def _attention64(q, k_cache, v_cache, batch, scale, window):
+    out = torch.empty(q.shape, dtype=torch.float64)
+    group = q.shape[1] // k_cache.shape[2]
+    for i, context in enumerate(batch.context_lens):
+        begin = max(0, context - window) if window else 0
+        k, v = (
+            cache[batch.block_tables[i]].flatten(0, 1)[begin:context].double()
+            for cache in (k_cache, v_cache)
+        )
+        for h in range(q.shape[1]):
+            weights = (scale * (k[:, h // group] @ q[i, h].double())).softmax(0)
+            out[i, h] = weights @ v[:, h // group]
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 5, 24])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 80)])
+def test_decode_attention(heads, kv_heads, dim, window, dtype):
+    contexts = [1, 16, 17, 40, 5]
+    batch, k_cache, v_cache = _decode_batch(contexts, 16, dtype, kv_heads, dim)
+    q = torch.randn(5, heads, dim).to(dtype)
+    got = paged_attention(q, k_cache, v_cache, batch, scale=0.3, sliding_window=window)
+    want = _attention64(q, k_cache, v_cache, batch, 0.3, window)
+    limit = 1e-5 if dtype is torch.float32 else 2e-2
+    assert (got.double() - want).abs().max() < limit
+    batch1, k1, v1 = _first(batch, 1), k_cache, v_cache
+    alone = paged_attention(q[:1], k1, v1, batch1, scale=0.3, sliding_window=window)
+    assert torch.equal(alone, got[:1])
+
+
+def _first(batch, count):
+    return AttentionBatch(
+        query_starts=batch.query_starts[: count + 1],
+        context_lens=batch.context_lens[:count],
+        num_decodes=count,
+        block_tables=batch.block_tables[:count],
+        context_lens_device=batch.context_lens_device[:count],
+        kv_pages=batch.kv_pages[:count],
+        kv_offsets=batch.kv_offsets[:count],
+    )
+
+
+def test_nan_in_a_used_key_shows():
+    batch, k_cache, v_cache = _decode_batch([20], 16, torch.float32, 1, 16)
+    k_cache[batch.block_tables[0, 0], 3] = torch.nan
+    got = paged_attention(torch.randn(1, 2, 16), k_cache, v_cache, batch, scale=1.0)
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_and_the_cache(dtype):
+    batch, k_cache, v_cache = _decode_batch([4, 20, 33], 16, dtype, 2, 32)
+    qkv = torch.randn(3, 8, 32).to(dtype)
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    angles = torch.rand(3, 16).repeat(1, 2) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    got = rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+
+    def turned(x):
+        first, second = x.double().chunk(2, dim=-1)
+        other = torch.cat([-second, first], -1)
+        return x.double() * cos[:, None].double() + other * sin[:, None].double()
+
+    limit = 1e-6 if dtype is torch.float32 else 2e-2
+    assert (got.double() - turned(q)).abs().max() < limit
+    stored = k_cache[batch.kv_pages, batch.kv_offsets].double()
+    assert (stored - turned(k)).abs().max() < limit
+    assert torch.equal(v_cache[batch.kv_pages, batch.kv_offsets], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 50])
+def test_residual_norm(width, dtype):
+    x, delta = 100 * torch.randn(3, width), torch.randn(3, width).to(dtype)
+    weight = torch.randn(width)
+    total = x.double() + delta.double()
+    want = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    got = add_rms_norm(x, delta, weight, 1e-5, dtype)
+    assert got.dtype is dtype
+    assert torch.allclose(x.double(), total, rtol=1e-6)
+    assert torch.allclose(got.double(), want, rtol=UNIT[dtype] * 2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_over_the_whole_range(dtype):
+    gate = torch.cat([torch.linspace(-120, 120, 501), torch.tensor([0.0, -0.0, 1e-30])])
+    gate_up = torch.cat([gate, torch.randn(504)])[None].to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    want = gate * torch.sigmoid(gate) * up
+    got = silu_mul(gate_up).double()
+    assert torch.allclose(got, want, rtol=UNIT[dtype] * 2, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 511, 513, 2000])
+def test_row_max_is_the_first_of_equals(width, dtype):
+    x = torch.randn(5, width).to(dtype)
+    x[1] = -torch.inf
+    x[2] = 3.0
+    values, indices = row_max(x)
+    assert torch.equal(values, x.float().max(-1).values)
+    assert indices.tolist() == [x[i].tolist().index(x[i].max().item()) for i in range(5)]
+    for place in {0, width // 2, width - 1}:
+        poisoned = x.clone()
+        poisoned[3, place] = torch.nan
+        values, _ = row_max(poisoned)
+        assert values.isnan().tolist() == [False, False, False, True, False]
