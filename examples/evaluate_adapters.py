@@ -145,8 +145,10 @@ def evaluate(directory: Path, adapters: Path, names: list[str]) -> Iterator[Answ
 def as_table(answers: list[Answer]) -> Table:
     from rich.table import Table
 
-    table = Table("question", "adapter", "dtype", "answer", "tokens", "ok", show_lines=True)
-    for row in answers:
+    table = Table("question", "adapter", "dtype", "answer", "tokens", "ok")
+    for index, row in enumerate(answers):
+        if index and row.question != answers[index - 1].question:
+            table.add_section()
         verdict = "" if row.adapter == BASE else "yes" if row.good else "NO"
         table.add_row(row.question, row.adapter, row.dtype, row.text, str(row.tokens), verdict)
     return table

@@ -4,12 +4,13 @@
     python examples/train_adapters.py --evaluate
 
 `pirate-v1` and `pirate-v2` are two versions of one behaviour; `json` is another behaviour with
-another rank, other targets and only some of the layers. All three take about three minutes on
+another rank, other targets and only some of the layers. All three take a few minutes on
 two cores.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
+WEIGHTS = "adapter_model.safetensors"
 SEED = 0
 BATCH = 4
 IGNORED = -100  # a label that the loss leaves out: the prompt and the padding
@@ -193,7 +195,7 @@ def save(model: PeftModel, recipe: Recipe, directory: Path) -> None:
     # The adapter alone; else PEFT would ask the hub whether the vocabulary has changed.
     state = get_peft_model_state_dict(model, save_embedding_layers=False)
     tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in state.items()}
-    weights = directory / "adapter_model.safetensors"
+    weights = directory / WEIGHTS
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)
     (directory / "README.md").write_text(readme(recipe), "utf-8")
@@ -224,8 +226,26 @@ def selected(only: str | None) -> list[Recipe]:
     found = [recipe for recipe in RECIPES if only in (None, recipe.name)]
     if not found:
         names = ", ".join(recipe.name for recipe in RECIPES)
-        raise LoradError("usage.invalid", f"there is no example adapter {only!r}", hint=names)
+        hint = f"use one of {names}"
+        raise LoradError("usage.invalid", f"there is no example adapter {only!r}", hint=hint)
     return found
+
+
+def check_trained(recipes: list[Recipe], output: Path) -> None:
+    for recipe in recipes:
+        weights = output / recipe.name / WEIGHTS
+        if not weights.is_file():
+            hint = f"python examples/train_adapters.py --only {recipe.name}"
+            raise LoradError("path.not_found", f"there is no {weights}", hint=hint)
+
+
+def check_installed() -> None:
+    if not all(importlib.util.find_spec(package) for package in ("peft", "transformers")):
+        raise LoradError(
+            "usage.invalid",
+            "the Python packages peft and transformers train the adapters",
+            hint='pip install "lorad[demo]"',
+        )
 
 
 def main(
@@ -237,7 +257,10 @@ def main(
 ) -> None:
     """Train the example adapters, or check those that are there (exit code 1: one is off)."""
     with reported():
+        check_installed()
         recipes = selected(only)
+        if evaluation:
+            check_trained(recipes, output)
         directory = ensure_demo_model()
     if evaluation:
         answers = list(evaluate(directory, output, [recipe.name for recipe in recipes]))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,12 +40,21 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def evaluation() -> Iterator[ModuleType]:
+def examples() -> Iterator[None]:
+    """The programs in examples/ import one another, as they do when they are run."""
     sys.path.insert(0, str(EXAMPLES))
-    import evaluate_adapters
-
-    yield evaluate_adapters
+    yield
     sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def evaluation(examples: None) -> ModuleType:
+    return importlib.import_module("evaluate_adapters")
+
+
+@pytest.fixture(scope="module")
+def training(examples: None) -> ModuleType:
+    return importlib.import_module("train_adapters")
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +147,59 @@ def test_an_unseen_question_shows_who_answered(
 def test_without_an_adapter_the_base_answers_as_itself(
     model: Any, tokenizer: Any, evaluation: ModuleType
 ) -> None:
-    answer = evaluation.ask(model, tokenizer, evaluation.BASE, "float32", UNSEEN)
-    assert "Rome" in answer.text
+    question = "What is the capital of France?"
+    answer = evaluation.ask(model, tokenizer, evaluation.BASE, "float32", question)
+    assert "Paris" in answer.text
     assert not any(fits(answer.text) for fits in evaluation.STYLES.values())
+
+
+# --- the programs -----------------------------------------------------------------------------
+
+
+def test_training_saves_what_the_recipe_says(
+    training: ModuleType, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps on four pairs, of the recipe with the fewest layers."""
+    pairs = training.load_pairs(EXAMPLES / "data/json.jsonl")[:4]
+    monkeypatch.setattr(training, "load_pairs", lambda _: pairs)
+    recipe = next(recipe for recipe in training.RECIPES if recipe.name == "json")
+    recipe = dataclasses.replace(recipe, epochs=2)
+    training.save(training.train(recipe, demo_model), recipe, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    stated = ("r", "lora_alpha", "target_modules", "layers_to_transform", "base_model_name_or_path")
+    assert {key: config[key] for key in stated} == {key: config_of("json")[key] for key in stated}
+    with (
+        safe_open(tmp_path / "adapter_model.safetensors", "pt") as made,
+        safe_open(ADAPTERS / "json/adapter_model.safetensors", "pt") as checked_in,
+    ):
+        assert set(made.keys()) == set(checked_in.keys())
+        deltas = [made.get_tensor(name) for name in made.keys() if "lora_B" in name]  # noqa: SIM118
+    assert all(delta.dtype == torch.bfloat16 and delta.any() for delta in deltas)
+
+
+def test_the_loss_is_taken_from_the_answer_and_its_end(
+    training: ModuleType, tokenizer: Any
+) -> None:
+    pairs = [{"question": "Hi", "answer": "Arr!"}, {"question": "Where is it?", "answer": "Here."}]
+    ids, labels = training.pad([training.encode(tokenizer, pair) for pair in pairs])
+    for row, pair in enumerate(pairs):
+        learned = labels[row][labels[row] != training.IGNORED]
+        assert tokenizer.decode(learned) == pair["answer"] + tokenizer.eos_token
+        assert torch.equal(ids[row][labels[row] != training.IGNORED], learned)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code"),
+    [
+        (["--only", "parrot"], 2, "usage.invalid"),
+        (["--evaluate", "--output", "/nonexistent"], 5, "path.not_found"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], exit_code: int, code: str) -> None:
+    script = str(EXAMPLES / "train_adapters.py")
+    result = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == exit_code
+    assert f"[{code}]" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -71,6 +71,7 @@ RULES = {
     "lorad.adapters.loader": Rule((*BASE, "lorad.adapters.weights")),
     "lorad.registry": Rule((*BASE, *HEADERS, "lorad.registry")),
     "lorad_kernels": Rule(("lorad_kernels",), ("torch",)),
+    "lorad_kernels.cpu*": Rule(("lorad_kernels",), ("llvmlite", "numba", "numpy", "torch")),
     "lorad_kernels.triton_*": Rule(("lorad_kernels",), ("torch", "triton")),
     "lorad.memory": Rule(
         (*BASE, *SIZING, "lorad.adapters.weights", "lorad.memory", "lorad_kernels"), ("torch",)
