@@ -70,8 +70,8 @@ RULES = {
     "lorad.adapters.host_cache": Rule((*BASE, "lorad.adapters.weights")),
     "lorad.adapters.loader": Rule((*BASE, "lorad.adapters.weights")),
     "lorad.registry": Rule((*BASE, *HEADERS, "lorad.registry")),
-    "lorad_kernels": Rule(("lorad_kernels",), ("torch",)),
-    "lorad_kernels.cpu*": Rule(("lorad_kernels",), ("llvmlite", "numba", "numpy", "torch")),
+    "lorad_kernels": Rule(("lorad_kernels",), ("numpy", "torch")),
+    "lorad_kernels.cpu_*": Rule(("lorad_kernels",), ("llvmlite", "numba", "numpy", "torch")),
     "lorad_kernels.triton_*": Rule(("lorad_kernels",), ("torch", "triton")),
     "lorad.memory": Rule(
         (*BASE, *SIZING, "lorad.adapters.weights", "lorad.memory", "lorad_kernels"), ("torch",)
@@ -86,7 +86,7 @@ RULES = {
             *(*BASE, *SIZING, "lorad_kernels"),
             *below("lorad", "adapters", "engine", "memory", "model"),
         ),
-        ("torch",),
+        ("numpy", "torch"),
     ),
     # What crosses to the API side, and what runs there, knows no tensors; nor does the policy.
     "lorad.engine.messages": Rule(BASE),
@@ -109,6 +109,7 @@ RULES = {
 }
 # Third parties that no dependency of ours names, and why they are there all the same.
 UNDECLARED = {
+    "llvmlite": "numba is built on it, and vector instructions are written with it",
     "matplotlib": "`plan --plot FILE.png` asks for it where it is missing",
 }
 

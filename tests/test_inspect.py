@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from loractl.inspect_report import layer_ranges, vllm_rank_bucket
+from loractl.inspect_report import layer_ranges
 from loractl.main import app
 from lorad.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, adapter_digest, open_adapter
 from lorad.adapters.spectrum import measure, rank_for_energy, read_factor
@@ -211,12 +211,6 @@ def test_foreign_text_cannot_drive_the_terminal(tmp_path: Path) -> None:
 )
 def test_layer_ranges(layers: list[int], text: str) -> None:
     assert layer_ranges(layers) == text
-
-
-def test_vllm_rank_buckets() -> None:
-    ranks = (1, 2, 8, 9, 16, 17, 24, 33, 65, 129, 257, 321, 512)
-    buckets = [1, 8, 8, 16, 16, 32, 32, 64, 128, 256, 320, 512, 512]
-    assert [vllm_rank_bucket(rank) for rank in ranks] == buckets
 
 
 # --- tensors ------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from lorad_kernels import (
     reference,
     write_kv,
 )
+from lorad_kernels.factors import FactorTable
 from torch import Tensor
 
 torch.set_num_threads(1)
@@ -88,6 +89,7 @@ class LoraCase:
                 a, b = put(rank, self.in_features), put(width, rank)
                 factors.append(LoraFactors(rank, 0.37 * (-2) ** slot, a, b))
             self.table.append(factors)
+        self.table = FactorTable.of(self.table)
         self.slab = torch.cat([*pieces, torch.full((5,), torch.nan, dtype=self.dtype)])
 
     def factors(self, slot: int, s: int) -> tuple[Tensor, Tensor]:
