@@ -486,7 +486,13 @@ def on_hub(hub: Any, home: Path, *arguments: str) -> subprocess.CompletedProcess
     # The endpoint is read when huggingface_hub is imported, so each run is a process.
     return subprocess.run(
         [sys.executable, "-m", "loractl.main", "inspect", *arguments, "--json"],
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"},
+        env={
+            **os.environ,
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        },
         capture_output=True,
         text=True,
     )

@@ -526,6 +526,7 @@ def test_hub_model_is_one_request_for_its_config(tmp_path):
     env = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
     }
