@@ -391,6 +391,22 @@ def test_an_abort_frees_the_pages_of_a_running_request_at_once(bench) -> None:
     it.check_idle()
 
 
+def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_preempted(bench) -> None:
+    """Computing its tokens again must not draw from its generator again."""
+    drawn = {"temperature": 1.0, "seed": 7, "max_tokens": 40}
+    it = bench(pages=8, max_model_len=96)
+    it.engine.add("alone", PROMPTS[1], "a", **drawn)
+    alone = tokens(it.engine.run()["alone"])
+    assert alone != it.cold(PROMPTS[1], "a", 40)
+    it.engine.add("old", PROMPTS[1], None, max_tokens=60)
+    it.engine.add("it", PROMPTS[1], "a", **drawn)
+    it.engine.add("other", PROMPTS[0], "a", temperature=1.0, seed=8)
+    outputs = it.engine.run()
+    assert tokens(outputs["it"]) == alone
+    computed = sum(sum(record.rows.values()) for record in it.core.records)
+    assert computed > 20 + 39 + 20 + 59 + 20 + 39 + 3 + 15, "nothing was preempted"
+
+
 # --- ends -------------------------------------------------------------------------------------
 
 

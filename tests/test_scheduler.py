@@ -521,6 +521,25 @@ def test_an_adapter_gets_its_room_even_if_other_requests_never_stop_coming(clock
     assert set(map(bench.end, bench.outputs)) == {"length"}
 
 
+def test_room_for_an_adapter_is_looked_for_once_a_step(monkeypatch) -> None:
+    """However many requests wait for it: a look goes over all pages."""
+    bench = Bench(pages=8, sizes={"a": 5, "b": 5})
+    bench.resident("a")
+    bench.add("running", adapter="a", max_tokens=6)
+    bench.step()
+    for i in range(5):
+        bench.add(str(i), adapter="b")
+    bench.step()
+    bench.finish_load("b")
+    looks: list[AdapterRef] = []
+    prepare = bench.tiers.prepare
+    monkeypatch.setattr(bench.tiers, "prepare", lambda ref: (looks.append(ref), prepare(ref))[1])
+    bench.step()
+    assert looks == [ref("b")]
+    bench.run()
+    assert set(map(bench.end, bench.outputs)) == {"length"}
+
+
 # --- ends -------------------------------------------------------------------------------------
 
 

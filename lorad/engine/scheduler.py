@@ -179,15 +179,20 @@ class Scheduler:
         admitted: list[ScheduledSequence] = []
         wanted = set(self.running_by_adapter())  # running, or on their way for this queue
         draining = self._draining_adapter()
+        no_room: set[str | None] = set()  # looking once a step is enough
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._limits.max_num_seqs:
                 break
+            if sequence.digest in no_room:
+                continue
             readiness = self._adapter_readiness(sequence, wanted, draining)
             if readiness == "too_large":
                 self.waiting.remove(sequence)
                 self._failures.append(_failure(sequence, _no_room()))
-            if readiness == "no_room" and self._overdue(sequence):
-                break  # those behind it would go on taking the pages that it waits for
+            if readiness == "no_room":
+                if self._overdue(sequence):
+                    break  # those behind it would go on taking the pages that it waits for
+                no_room.add(sequence.digest)
             if readiness != "ready":
                 continue
             count = min(sequence.num_pending, budget)
