@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from loractl.commands.canary import canary
 from loractl.commands.delete import delete
 from loractl.commands.history import history
 from loractl.commands.inspect import inspect
@@ -32,6 +33,7 @@ app.command()(resize)
 app.command()(push)
 app.command()(promote)
 app.command()(rollback)
+app.command()(canary)
 app.command("list")(list_adapters)
 app.command()(show)
 app.command()(history)

@@ -82,7 +82,7 @@ class AdminClient:
     ) -> wire.MoveResult:
         """Without a label, the newest version."""
         body = {"version": label, "reason": reason}
-        return self._move(name, "promote", body, generation, dry_run)
+        return cast(wire.MoveResult, self._move(name, "promote", body, generation, dry_run))
 
     def rollback(
         self,
@@ -94,15 +94,32 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.MoveResult:
         """Without a label, the version that was live before."""
-        return self._move(name, "rollback", {"to": label, "reason": reason}, generation, dry_run)
+        body = {"to": label, "reason": reason}
+        return cast(wire.MoveResult, self._move(name, "rollback", body, generation, dry_run))
+
+    def canary(
+        self,
+        name: str,
+        label: str | None,
+        percent: float,
+        *,
+        auto_rollback: bool = False,
+        reason: str = "",
+        generation: int | None = None,
+        dry_run: bool = False,
+    ) -> wire.CanaryResult:
+        """Percent 0 ends it. Without a label, the present canary or the newest version."""
+        body: dict[str, Any] = {"percent": percent, "reason": reason}
+        if percent:
+            body |= {"version": label, "auto_rollback": auto_rollback}
+        return cast(wire.CanaryResult, self._move(name, "canary", body, generation, dry_run))
 
     def _move(
         self, name: str, verb: str, body: dict[str, Any], generation: int | None, dry_run: bool
-    ) -> wire.MoveResult:
+    ) -> Any:
         headers = {} if generation is None else {"if-match": f'"{generation}"'}
         path = f"{wire.adapter_path(name)}:{verb}"
-        answer = self._request("POST", path, body, query=_dry(dry_run), headers=headers)
-        return cast(wire.MoveResult, answer)
+        return self._request("POST", path, body, query=_dry(dry_run), headers=headers)
 
     def delete(
         self, name: str, label: str | None, *, force: bool, dry_run: bool

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from lorad.adapter_ref import DEFAULT_TENANT, AdapterRef
+from lorad.adapter_ref import DEFAULT_TENANT, AdapterName, AdapterRef
 from lorad.adapters.peft_format import PeftAdapter, read_adapter
 from lorad.adapters.weights import AdapterWeights, read_weights
 from lorad.config import Config
@@ -31,13 +31,17 @@ from lorad.model.chat_template import ChatTemplate
 from lorad.model.hub import model_directory
 from lorad.model.tokenizer import Tokenizer
 from lorad.paths import socket_path, state_dir
+from lorad.registry.records import Who
 from lorad.registry.registry import Registry
 from lorad.server.admin import build_admin_app
 from lorad.server.admin_transport import admin_server_config
 from lorad.server.app import build_public_app
+from lorad.server.canary_metrics import CanaryCollector
+from lorad.server.canary_watch import CanaryWatch
 from lorad.server.engine_metrics import metrics_source
 from lorad.server.limits import Limits
 from lorad.server.listener import public_listener
+from lorad.server.traffic import Traffic
 from lorad.sizing.model_shape import ModelShape, read_config
 from lorad.sockets import AdminSocket
 
@@ -89,21 +93,24 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
             )
             async with _running_engine(config, built, tokenizer) as engine:
                 stop = asyncio.Event()
-                metrics = metrics_source(engine.stats)
+                traffic = Traffic(engine, registry.find, CanaryWatch(_giving_up(registry)))
+                canaries = CanaryCollector(registry.adapters, traffic.watch)
+                metrics = metrics_source(engine.stats, canaries)
                 public_app = build_public_app(
                     base_model=base_model,
-                    engine=engine,
+                    engine=traffic,
                     registry=registry,
                     tokenizer=tokenizer,
                     chat_template=ChatTemplate.from_dir(directory, tokenizer.special_tokens),
                     limits=Limits(built.max_model_len, shape.vocab_size),
                     api_keys=keys,
                     metrics_text=metrics,
-                    trouble=lambda: _trouble(engine),
+                    trouble=lambda: _trouble(engine, traffic),
                 )
                 admin_app = build_admin_app(
                     registry,
                     engine,
+                    traffic,
                     config=dict(config.items()),
                     shutdown=stop.set,
                     metrics=metrics,
@@ -264,7 +271,25 @@ def _base_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else model.partition("@")[0]
 
 
-def _trouble(engine: AsyncEngine) -> str | None:
+def _giving_up(registry: Registry) -> Callable[[AdapterName, str, str], None]:
+    """Ends a canary from the event loop; the database is written in a thread."""
+    running: set[asyncio.Future[None]] = set()
+
+    def end(name: AdapterName, version: str, reason: str) -> None:
+        log.warning("the canary %s@%s ends: %s", name, version, reason)
+        registry.canaries.end(name, who=Who.daemon(), reason=reason, version=version)
+
+    def give_up(name: AdapterName, version: str, reason: str) -> None:
+        task = asyncio.get_running_loop().run_in_executor(None, end, name, version, reason)
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    return give_up
+
+
+def _trouble(engine: AsyncEngine, traffic: Traffic) -> str | None:
+    if traffic.draining:
+        return "the daemon is draining"
     if not engine.accepting:
         return "the daemon is stopping"
     return None if engine.healthy else "the engine thread has ended"

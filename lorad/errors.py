@@ -88,6 +88,8 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "version.live": ErrorClass.CONFLICT,
     "version.failed": ErrorClass.CONFLICT,
     "version.pinned": ErrorClass.CONFLICT,
+    "version.canary": ErrorClass.CONFLICT,
+    "canary.no_live": ErrorClass.CONFLICT,
     "generation.changed": ErrorClass.CONFLICT,
     "rollback.no_previous": ErrorClass.CONFLICT,
     "upload.incomplete": ErrorClass.CONFLICT,
@@ -102,6 +104,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "store.no_space": ErrorClass.NO_CAPACITY,
     "daemon.unreachable": ErrorClass.UNREACHABLE,
     "daemon.stopping": ErrorClass.UNREACHABLE,
+    "daemon.draining": ErrorClass.UNREACHABLE,
     "operation.timeout": ErrorClass.TIMEOUT,
     "drain.timeout": ErrorClass.TIMEOUT,
     # What went wrong on our side.

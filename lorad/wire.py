@@ -88,6 +88,26 @@ class VersionInfo(TypedDict):
     residency: ResidencyInfo
 
 
+class CountsInfo(TypedDict):
+    """One version's requests since the canary began; `ttft_seconds` is a sum over first_tokens."""
+
+    requests: int
+    errors: int
+    nonfinite: int
+    prompt_tokens: int
+    generated_tokens: int
+    first_tokens: int
+    ttft_seconds: float
+
+
+class CanaryInfo(TypedDict):
+    version: str
+    percent: float
+    auto_rollback: bool
+    since: float
+    counts: dict[str, CountsInfo]  # of the live version and of the canary, by label
+
+
 class AdapterInfo(TypedDict):
     """`name` as people write it; `model` is what a request puts into its model field."""
 
@@ -95,6 +115,7 @@ class AdapterInfo(TypedDict):
     generation: int
     live: str | None
     live_since: float | None
+    canary: CanaryInfo | None
     created_at: float
     versions: list[VersionInfo]
 
@@ -105,6 +126,7 @@ class AdapterList(TypedDict):
 
 class EventInfo(TypedDict):
     id: int
+    name: str
     at: float
     who: WhoInfo
     action: str
@@ -112,6 +134,7 @@ class EventInfo(TypedDict):
     to_version: str | None
     generation: int
     reason: str
+    percent: float | None  # that a canary got
 
 
 class History(TypedDict):
@@ -153,6 +176,19 @@ class MoveResult(TypedDict):
     name: str
     from_version: str | None
     to_version: str | None
+    generation: int
+    changed: bool
+    dry_run: bool
+
+
+class CanaryResult(TypedDict):
+    """The canary of a name afterwards; `version` is None and `percent` 0 when there is none."""
+
+    name: str
+    from_version: str | None
+    version: str | None
+    percent: float
+    auto_rollback: bool
     generation: int
     changed: bool
     dry_run: bool
@@ -218,6 +254,8 @@ class StatusInfo(TypedDict):
     base_model: str
     adapters: int
     live_adapters: int
+    canaries: int
+    draining: bool
     failed_versions: int
     tiers: dict[str, int]  # residency -> number of adapter contents the engine knows
     engine: EngineInfo

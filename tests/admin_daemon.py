@@ -107,6 +107,8 @@ def serve(state: Path, path: Path) -> None:
     from lorad.server.admin import build_admin_app
     from lorad.server.admin_context import AdminLimits
     from lorad.server.admin_transport import AdminProtocol, admin_server_config
+    from lorad.server.canary_watch import CanaryWatch
+    from lorad.server.traffic import Traffic
     from lorad.sockets import AdminSocket
 
     AdminProtocol.header_seconds = 1.0
@@ -114,10 +116,13 @@ def serve(state: Path, path: Path) -> None:
     check = partial(read_adapter, shape=SHAPE, max_lora_rank=MAX_RANK)
     registry = Registry.open(state, BASE, check)
     limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=1.0, read_timeout=1.0)
+    engine = make_engine(state)
+    traffic = Traffic(engine, registry.find, CanaryWatch(lambda *_: None))
     with AdminSocket(path) as admin:
         app = build_admin_app(
             registry,
-            make_engine(state),
+            engine,
+            traffic,
             config={"model": {"id": BASE}},
             shutdown=lambda: setattr(server, "should_exit", True),
             limits=limits,

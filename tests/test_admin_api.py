@@ -23,6 +23,7 @@ import pytest
 
 from lorad.server.admin import DAEMON_ROUTES
 from lorad.server.admin_adapters import READ_ROUTES
+from lorad.server.admin_canary import CANARY_ROUTES
 from lorad.server.admin_changes import CHANGE_ROUTES
 from lorad.server.admin_residency import RESIDENCY_ROUTES
 from lorad.server.admin_uploads import UPLOAD_ROUTES
@@ -461,6 +462,44 @@ def test_dry_runs_change_nothing(tinker: Daemon) -> None:
     )
 
 
+def test_canary(tinker: Daemon) -> None:
+    path = "/v1/adapters/tinker:canary"
+    would = tinker.post(f"{path}?dry_run=1", {"percent": 5}).json()
+    assert (would["version"], would["changed"], would["dry_run"]) == ("v3", True, True)
+    begun = tinker.post(path, {"percent": 5, "version": "v2"}, headers={"if-match": "1"}).json()
+    assert begun == {
+        "name": "tinker",
+        "from_version": None,
+        "version": "v2",
+        "percent": 5.0,
+        "auto_rollback": False,
+        "generation": 2,
+        "changed": True,
+        "dry_run": False,
+    }
+    shown = tinker.get("/v1/adapters/tinker")
+    assert shown["live"] == "v1"
+    assert set(shown["canary"]["counts"]) == {"v1", "v2"}
+    assert tinker.get("/v1/adapters/tinker/versions/v2")["residency"]["tier"] == "device"
+    assert tinker.post(path, {"percent": 5}).json()["changed"] is False
+    assert tinker.post(path, {"percent": 9}).json()["version"] == "v2"
+    unload = tinker.post("/v1/adapters/tinker/versions/v2:unload")
+    assert error(unload) == (409, "version.canary")
+    for body in ({}, {"percent": 101}, {"percent": True}, {"percent": 0, "version": "v2"}):
+        assert error(tinker.post(path, body)) == (400, "request.invalid")
+    assert error(tinker.post(path, {"percent": 5, "version": "v1"})) == (409, "version.live")
+    ended = tinker.post(path, {"percent": 0}).json()
+    assert (ended["from_version"], ended["version"], ended["changed"]) == ("v2", None, True)
+    assert tinker.get("/v1/adapters/tinker")["canary"] is None
+
+
+def test_canary_that_cannot_be_loaded_gets_no_requests(tinker: Daemon) -> None:
+    tinker.flag("full")
+    refused = tinker.post("/v1/adapters/tinker:canary", {"percent": 5})
+    assert error(refused) == (503, "memory.no_capacity")
+    assert tinker.get("/v1/adapters/tinker")["canary"] is None
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -615,7 +654,7 @@ def test_manual_names_every_route() -> None:
     text = (Path(__file__).parent.parent / "docs" / "admin-api.md").read_text()
     routes = [
         *(*DAEMON_ROUTES, *UPLOAD_ROUTES, *VLLM_ROUTES),
-        *(*RESIDENCY_ROUTES, *CHANGE_ROUTES, *READ_ROUTES),
+        *(*RESIDENCY_ROUTES, *CANARY_ROUTES, *CHANGE_ROUTES, *READ_ROUTES),
     ]
     for route in routes:
         path, _, verb = route.path.replace("{name:path}", "{name}").partition(":")

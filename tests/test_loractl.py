@@ -140,6 +140,8 @@ def test_json_of_every_command_is_one_document_with_its_schema(tinker: Setup) ->
         ("unpin", "tinker@v2"): "lorad/unpin/v1",
         ("promote", "tinker", "v2"): "lorad/promote/v1",
         ("rollback", "tinker"): "lorad/rollback/v1",
+        ("canary", "tinker", "v2", "--percent", "5"): "lorad/canary/v1",
+        ("canary", "tinker", "--off"): "lorad/canary/v1",
         ("delete", "tinker@v2", "--yes"): "lorad/delete/v1",
         ("version",): "lorad/version_info/v1",
     }
@@ -173,6 +175,8 @@ def test_exit_codes(tinker: Setup, adapters: list[Path], tmp_path: Path) -> None
         ("unload", "tinker"): (7, "version.live"),
         ("delete", "tinker@v1", "--yes"): (7, "version.live"),
         ("rollback", "tinker"): (7, "rollback.no_previous"),
+        ("canary", "tinker"): (2, "usage.invalid"),
+        ("canary", "tinker", "v1", "--percent", "5"): (7, "version.live"),
     }
     for command, (exit_code, code) in cases.items():
         assert tinker.fails(exit_code, *command) == code, command

@@ -17,10 +17,10 @@ from loractl.options import (
     TimeoutOption,
 )
 from loractl.output import end_dry_run, print_json, printable, reported
+from loractl.refs import name_and_version
 from lorad import wire
-from lorad.adapter_ref import AdapterName, check_version_label, split_version
+from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.admin_client import AdminClient
-from lorad.errors import LoradError
 
 
 def promote(
@@ -41,7 +41,7 @@ def promote(
     Running requests end on the version they began with.
     """
     with reported(json):
-        name, label = _name_and_version(ref, version)
+        name, label = name_and_version(ref, version)
         moved = AdminClient(socket, timeout).promote(
             str(name), label, reason=reason, generation=if_generation, dry_run=dry_run
         )
@@ -69,16 +69,6 @@ def rollback(
             str(target), label, reason=reason, generation=if_generation, dry_run=dry_run
         )
     _print("lorad/rollback/v1", moved, as_json=json)
-
-
-def _name_and_version(ref: str, version: str | None) -> tuple[AdapterName, str | None]:
-    """`NAME VERSION` and `NAME@VERSION` mean the same."""
-    name, label = split_version(ref)
-    if version is None:
-        return name, label
-    if label is not None:
-        raise LoradError("usage.invalid", f"the version is given twice: {label} and {version}")
-    return name, check_version_label(version)
 
 
 def _print(schema: str, moved: wire.MoveResult, *, as_json: bool) -> None:

@@ -21,6 +21,7 @@ from lorad.errors import LoradError
 from lorad.registry.records import VersionState
 from lorad.registry.registry import Registry
 from lorad.server.admin_adapters import READ_ROUTES
+from lorad.server.admin_canary import CANARY_ROUTES
 from lorad.server.admin_changes import CHANGE_ROUTES
 from lorad.server.admin_context import AdminContext, AdminEngine, AdminLimits, context
 from lorad.server.admin_gate import Gate, on_http_error, on_lorad_error
@@ -29,6 +30,7 @@ from lorad.server.admin_residency import RESIDENCY_ROUTES
 from lorad.server.admin_uploads import UPLOAD_ROUTES
 from lorad.server.admin_views import engine_info, step_info, tier_counts
 from lorad.server.admin_vllm import VLLM_ROUTES
+from lorad.server.traffic import Traffic
 from lorad.server.uploads import Uploads
 
 _MAX_STEPS = 10_000
@@ -37,6 +39,7 @@ _MAX_STEPS = 10_000
 def build_admin_app(
     registry: Registry,
     engine: AdminEngine,
+    traffic: Traffic,
     *,
     config: Mapping[str, Any],
     shutdown: Callable[[], None],
@@ -57,6 +60,7 @@ def build_admin_app(
             *UPLOAD_ROUTES,
             *VLLM_ROUTES,
             *RESIDENCY_ROUTES,
+            *CANARY_ROUTES,
             *CHANGE_ROUTES,
             *READ_ROUTES,
         ],
@@ -64,7 +68,7 @@ def build_admin_app(
         exception_handlers={LoradError: on_lorad_error, HTTPException: on_http_error},
         lifespan=_sweeping,
     )
-    app.state.admin = AdminContext(registry, engine, config, shutdown, metrics, limits)
+    app.state.admin = AdminContext(registry, engine, traffic, config, shutdown, metrics, limits)
     app.state.uploads = Uploads(registry, limits)
     return app
 
@@ -97,6 +101,8 @@ async def status(request: Request) -> Response:
         "base_model": ctx.registry.base_model,
         "adapters": len(adapters),
         "live_adapters": sum(adapter.live is not None for adapter in adapters),
+        "canaries": sum(adapter.canary is not None for adapter in adapters),
+        "draining": ctx.traffic.draining,
         "failed_versions": sum(version.state is VersionState.FAILED for version in versions),
         "tiers": tier_counts(stats.adapters),
         "engine": engine_info(stats),

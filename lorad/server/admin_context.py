@@ -12,6 +12,7 @@ from starlette.requests import Request
 from lorad.adapter_ref import AdapterRef
 from lorad.engine.messages import AdapterLoaded, AdapterUnloaded, EngineStats, StepRecord
 from lorad.registry.registry import Registry
+from lorad.server.traffic import Traffic
 
 
 class AdminEngine(Protocol):
@@ -53,6 +54,7 @@ class AdminLimits:
 class AdminContext:
     registry: Registry
     engine: AdminEngine
+    traffic: Traffic
     config: Mapping[str, Any]  # the daemon's effective settings, as GET /v1/config shows them
     shutdown: Callable[[], None]
     metrics: Callable[[], bytes]

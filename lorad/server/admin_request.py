@@ -133,11 +133,17 @@ class Fields:
             raise invalid(f"{key!r} must be true or false")
         return value
 
-    def seconds(self, key: str, default: float) -> float:
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """A number from `low` to `high`; required unless there is a default."""
         value = self._left.pop(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86400:
-            raise invalid(f"{key!r} must be a number of seconds, at most 86400")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid(f"{key!r} must be a number from {low:g} to {high:g}")
+        if not low <= value <= high:
+            raise invalid(f"{key!r} is {value:g}, not a number from {low:g} to {high:g}")
         return float(value)
+
+    def seconds(self, key: str, default: float) -> float:
+        return self.number(key, 0, 86400, default)
 
     def end(self) -> None:
         """Refuse what is left: a misspelt field must not be taken for an absent one."""

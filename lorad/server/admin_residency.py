@@ -106,6 +106,13 @@ def _refuse_in_use(ctx: AdminContext, version: Version) -> None:
             hint="promote another version first, or use --force",
             details={"adapter": str(name), "version": label},
         )
+    if ctx.registry.is_canary(version.ref):
+        raise LoradError(
+            "version.canary",
+            f"{version.ref} is the canary of {str(name)!r}: its next request would load it again",
+            hint=f"`loractl canary {name} --off` first, or use --force",
+            details={"adapter": str(name), "version": label},
+        )
     if version.pinned:
         raise LoradError(
             "version.pinned",
