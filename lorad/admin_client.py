@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -78,11 +78,12 @@ class AdminClient:
         *,
         reason: str = "",
         generation: int | None = None,
+        checks: Sequence[dict[str, Any]] = (),
         dry_run: bool = False,
-    ) -> wire.MoveResult:
-        """Without a label, the newest version."""
-        body = {"version": label, "reason": reason}
-        return cast(wire.MoveResult, self._move(name, "promote", body, generation, dry_run))
+    ) -> wire.PromoteResult:
+        """Without a label, the newest version. `checks` must pass first; see promote_checks."""
+        body = {"version": label, "reason": reason, "checks": list(checks)}
+        return cast(wire.PromoteResult, self._move(name, "promote", body, generation, dry_run))
 
     def rollback(
         self,

@@ -20,7 +20,8 @@ import torch
 import uvicorn
 
 from lorad.adapter_ref import DEFAULT_TENANT, AdapterName, AdapterRef
-from lorad.adapters.peft_format import PeftAdapter, read_adapter
+from lorad.adapters.peft_format import PeftAdapter
+from lorad.adapters.spectrum import read_checked
 from lorad.adapters.weights import AdapterWeights, read_weights
 from lorad.config import Config
 from lorad.engine.async_engine import AsyncEngine
@@ -41,6 +42,7 @@ from lorad.server.canary_watch import CanaryWatch
 from lorad.server.engine_metrics import metrics_source
 from lorad.server.limits import Limits
 from lorad.server.listener import public_listener
+from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 from lorad.sizing.model_shape import ModelShape, read_config
 from lorad.sockets import AdminSocket
@@ -94,6 +96,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
             async with _running_engine(config, built, tokenizer) as engine:
                 stop = asyncio.Event()
                 traffic = Traffic(engine, registry.find, CanaryWatch(_giving_up(registry)))
+                template = ChatTemplate.from_dir(directory, tokenizer.special_tokens)
                 canaries = CanaryCollector(registry.adapters, traffic.watch)
                 metrics = metrics_source(engine.stats, canaries)
                 public_app = build_public_app(
@@ -101,7 +104,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     engine=traffic,
                     registry=registry,
                     tokenizer=tokenizer,
-                    chat_template=ChatTemplate.from_dir(directory, tokenizer.special_tokens),
+                    chat_template=template,
                     limits=Limits(built.max_model_len, shape.vocab_size),
                     api_keys=keys,
                     metrics_text=metrics,
@@ -114,6 +117,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     config=dict(config.items()),
                     shutdown=stop.set,
                     metrics=metrics,
+                    self_test=SelfTest(engine, tokenizer, template),
                     admin_gid=admin.gid,
                 )
                 servers = [
@@ -186,7 +190,7 @@ async def _signals(stop: asyncio.Event) -> AsyncIterator[None]:
 @contextlib.contextmanager
 def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterator[Registry]:
     def check(directory: Path) -> PeftAdapter:
-        return read_adapter(directory, shape, max_lora_rank=config.engine.max_lora_rank)
+        return read_checked(directory, shape, max_lora_rank=config.engine.max_lora_rank)
 
     state = Path(config.registry.path).expanduser() if config.registry.path else state_dir()
     registry = Registry.open(state, base_model, check)

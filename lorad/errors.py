@@ -36,6 +36,8 @@ class ErrorClass(Enum):
 _INVALID = ErrorClass.INVALID_ADAPTER
 
 ERROR_CODES: dict[str, ErrorClass] = {
+    # The answer to a question that was asked is no.
+    "check.failed": ErrorClass.NEGATIVE,
     # What a person or a client typed.
     "usage.invalid": ErrorClass.USAGE,
     "name.invalid": ErrorClass.USAGE,
@@ -83,6 +85,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "adapter.alora_unsupported": _INVALID,
     "adapter.init_mutates_base": _INVALID,
     "adapter.too_large": _INVALID,
+    "selftest.failed": _INVALID,
     # Two things that cannot both be.
     "version.exists": ErrorClass.CONFLICT,
     "version.live": ErrorClass.CONFLICT,

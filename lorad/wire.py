@@ -181,6 +181,20 @@ class MoveResult(TypedDict):
     dry_run: bool
 
 
+class SelfTestInfo(TypedDict):
+    """`effect`: the largest change of a log-probability against the base model, in nats."""
+
+    prompts: int
+    effect: float
+
+
+class PromoteResult(MoveResult):
+    """`self_test` is None when nothing was tried: a dry run, or it was live already."""
+
+    self_test: NotRequired[SelfTestInfo | None]
+    checks: NotRequired[int]  # that were passed
+
+
 class CanaryResult(TypedDict):
     """The canary of a name afterwards; `version` is None and `percent` 0 when there is none."""
 

@@ -102,7 +102,7 @@ def make_engine(state: Path) -> Any:
 def serve(state: Path, path: Path) -> None:
     import uvicorn
 
-    from lorad.adapters.peft_format import read_adapter
+    from lorad.adapters.spectrum import read_checked
     from lorad.registry.registry import Registry
     from lorad.server.admin import build_admin_app
     from lorad.server.admin_context import AdminLimits
@@ -113,7 +113,7 @@ def serve(state: Path, path: Path) -> None:
 
     AdminProtocol.header_seconds = 1.0
     AdminProtocol.max_connections = 16
-    check = partial(read_adapter, shape=SHAPE, max_lora_rank=MAX_RANK)
+    check = partial(read_checked, shape=SHAPE, max_lora_rank=MAX_RANK)
     registry = Registry.open(state, BASE, check)
     limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=1.0, read_timeout=1.0)
     engine = make_engine(state)

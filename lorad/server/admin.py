@@ -30,6 +30,7 @@ from lorad.server.admin_residency import RESIDENCY_ROUTES
 from lorad.server.admin_uploads import UPLOAD_ROUTES
 from lorad.server.admin_views import engine_info, step_info, tier_counts
 from lorad.server.admin_vllm import VLLM_ROUTES
+from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 from lorad.server.uploads import Uploads
 
@@ -45,6 +46,7 @@ def build_admin_app(
     shutdown: Callable[[], None],
     metrics: Callable[[], bytes] = generate_latest,
     limits: AdminLimits | None = None,
+    self_test: SelfTest | None = None,
     admin_gid: int | None = None,
 ) -> Starlette:
     """The ASGI app of the admin socket; serve it by `admin_transport.admin_server_config`.
@@ -68,7 +70,9 @@ def build_admin_app(
         exception_handlers={LoradError: on_lorad_error, HTTPException: on_http_error},
         lifespan=_sweeping,
     )
-    app.state.admin = AdminContext(registry, engine, traffic, config, shutdown, metrics, limits)
+    app.state.admin = AdminContext(
+        registry, engine, traffic, config, shutdown, metrics, limits, self_test
+    )
     app.state.uploads = Uploads(registry, limits)
     return app
 

@@ -12,17 +12,10 @@ from starlette.routing import Route
 from lorad import wire
 from lorad.adapter_ref import AdapterName
 from lorad.registry.records import Adapter, Canary, CanaryMove
-from lorad.server.admin_changes import bring_to_device
+from lorad.server.admin_changes import ready_to_serve
 from lorad.server.admin_context import context
-from lorad.server.admin_request import (
-    Fields,
-    dry_run,
-    expected_generation,
-    invalid,
-    path_name,
-    read_fields,
-    who,
-)
+from lorad.server.admin_fields import Fields, invalid
+from lorad.server.admin_request import dry_run, expected_generation, path_name, read_fields, who
 from lorad.server.admin_views import canary_result
 
 
@@ -46,7 +39,7 @@ async def _begin(request: Request, name: AdapterName, fields: Fields, percent: f
     wanted = Canary(version.label, percent, auto_rollback, 0.0)
     if dry_run(request):
         return _would(adapter, wanted)
-    await bring_to_device(ctx, version)
+    await ready_to_serve(ctx, version)
     begin = partial(
         ctx.registry.canaries.begin,
         name,

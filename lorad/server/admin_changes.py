@@ -6,6 +6,7 @@ stays live and nothing has happened.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from anyio import to_thread
@@ -28,7 +29,11 @@ from lorad.server.admin_request import (
     read_fields,
     who,
 )
-from lorad.server.admin_views import move_result
+from lorad.server.admin_views import move_result, self_test_info
+from lorad.server.promote_checks import Check, read_checks
+from lorad.server.self_test import SelfTestResult
+
+_CHECKS_LIMIT = 1 << 20  # bytes of a promote's body
 
 
 async def bring_to_device(
@@ -44,17 +49,30 @@ async def bring_to_device(
     return await ctx.engine.load_adapter(version.ref, pin=True if pin or version.pinned else None)
 
 
+async def ready_to_serve(
+    ctx: AdminContext, version: Version, checks: Sequence[Check] = ()
+) -> SelfTestResult | None:
+    """Load a version and try it, before a name may lead requests to it."""
+    await bring_to_device(ctx, version)
+    if ctx.self_test is None:
+        return None
+    result = await ctx.self_test.run(version.ref)
+    await ctx.self_test.check(version.ref, checks)
+    return result
+
+
 async def promote(request: Request) -> Response:
     ctx, name = context(request), path_name(request)
     expected = expected_generation(request)
-    fields = await read_fields(request)
+    fields = await read_fields(request, _CHECKS_LIMIT)
     label, reason = fields.label("version"), fields.text("reason")
+    checks = read_checks(fields.raw("checks") or [])
     fields.end()
     adapter = ctx.registry.check_generation(name, expected)
     version = ctx.registry.version(name, label or adapter.newest.label)
     if adapter.live == version.label or dry_run(request):
         return _unmoved(adapter, version, dry_run=dry_run(request))
-    await bring_to_device(ctx, version)
+    tested = await ready_to_serve(ctx, version, checks)
     flip = partial(
         ctx.registry.promote,
         name,
@@ -63,7 +81,8 @@ async def promote(request: Request) -> Response:
         reason=reason,
         expected_generation=expected,
     )
-    return JSONResponse(move_result(await to_thread.run_sync(flip), dry_run=False))
+    moved = move_result(await to_thread.run_sync(flip), dry_run=False)
+    return JSONResponse({**moved, "self_test": self_test_info(tested), "checks": len(checks)})
 
 
 async def rollback(request: Request) -> Response:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from lorad.adapter_ref import AdapterRef
 from lorad.engine.messages import AdapterLoaded, AdapterUnloaded, EngineStats, StepRecord
 from lorad.registry.registry import Registry
+from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 
 
@@ -59,6 +60,7 @@ class AdminContext:
     shutdown: Callable[[], None]
     metrics: Callable[[], bytes]
     limits: AdminLimits
+    self_test: SelfTest | None = None  # None: a version is promoted once it is loaded
     started_at: float = field(default_factory=time.time)
 
 

@@ -14,7 +14,8 @@ from lorad.adapter_ref import AdapterName
 from lorad.errors import LoradError
 from lorad.registry.records import Pushed
 from lorad.server.admin_context import context
-from lorad.server.admin_request import body_chunks, dry_run, invalid, read_fields, who
+from lorad.server.admin_fields import invalid
+from lorad.server.admin_request import body_chunks, dry_run, read_fields, who
 from lorad.server.admin_views import states, version_info
 from lorad.server.uploads import Upload, Uploads, write_file
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from lorad.engine.messages import AdapterState, EngineStats, StepRecord
 from lorad.registry.records import Adapter, CanaryMove, Event, Move, Version, Who
 from lorad.server.canary_watch import Counts
+from lorad.server.self_test import SelfTestResult
 from lorad.wire import (
     AdapterInfo,
     CanaryInfo,
@@ -16,6 +17,7 @@ from lorad.wire import (
     EventInfo,
     MoveResult,
     ResidencyInfo,
+    SelfTestInfo,
     StepInfo,
     VersionInfo,
     WhoInfo,
@@ -70,6 +72,10 @@ def counts_info(counts: Counts) -> CountsInfo:
         "first_tokens": counts.first_tokens,
         "ttft_seconds": counts.ttft_seconds,
     }
+
+
+def self_test_info(result: SelfTestResult | None) -> SelfTestInfo | None:
+    return {"prompts": result.prompts, "effect": result.effect} if result else None
 
 
 def canary_result(move: CanaryMove, *, dry_run: bool) -> CanaryResult:
