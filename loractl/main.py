@@ -6,10 +6,14 @@ import typer
 
 from loractl.commands.canary import canary
 from loractl.commands.delete import delete
+from loractl.commands.drain import drain, resume
+from loractl.commands.events import events
+from loractl.commands.gc import gc
 from loractl.commands.history import history
 from loractl.commands.inspect import inspect
 from loractl.commands.list import list_adapters
 from loractl.commands.load import load, unload
+from loractl.commands.operation import operation
 from loractl.commands.pin import pin, unpin
 from loractl.commands.plan import plan
 from loractl.commands.promote import promote, rollback
@@ -43,6 +47,11 @@ app.command()(unload)
 app.command()(pin)
 app.command()(unpin)
 app.command()(delete)
+app.command()(gc)
+app.command()(drain)
+app.command()(resume)
+app.command()(events)
+app.command()(operation)
 app.command()(version)
 
 

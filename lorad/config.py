@@ -100,6 +100,13 @@ class RegistrySection:
     path: str = option(
         "", "Directory of the registry and the version store. Empty: the state directory."
     )
+    keep: int = option(
+        0,
+        "Newest versions of an adapter that stay after a promote, beside those that something "
+        "refers to. 0: all.",
+        low=0,
+        high=10**6,
+    )
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,8 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     shutdown=stop.set,
                     metrics=metrics,
                     self_test=SelfTest(engine, tokenizer, template),
+                    stopping=stop.is_set,
+                    keep=config.registry.keep,
                     admin_gid=admin.gid,
                 )
                 servers = [

@@ -94,6 +94,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "version.canary": ErrorClass.CONFLICT,
     "canary.no_live": ErrorClass.CONFLICT,
     "generation.changed": ErrorClass.CONFLICT,
+    "idempotency.conflict": ErrorClass.CONFLICT,
     "rollback.no_previous": ErrorClass.CONFLICT,
     "upload.incomplete": ErrorClass.CONFLICT,
     "daemon.already_running": ErrorClass.CONFLICT,

@@ -27,6 +27,11 @@ METRICS = f"{PREFIX}/metrics"
 STEPS = f"{PREFIX}/steps"
 ADAPTERS = f"{PREFIX}/adapters"
 UPLOADS = f"{PREFIX}/uploads"
+OPERATIONS = f"{PREFIX}/operations"
+EVENTS = f"{PREFIX}/events"
+GC = f"{PREFIX}/gc"
+DRAIN = f"{PREFIX}/drain"
+RESUME = f"{PREFIX}/resume"
 SHUTDOWN = f"{PREFIX}/shutdown"
 # vLLM's names, so that scripts written for it work with `curl --unix-socket`.
 VLLM_LOAD = f"{PREFIX}/load_lora_adapter"
@@ -42,6 +47,10 @@ def adapter_path(name: str) -> str:
 
 def version_path(name: str, label: str) -> str:
     return f"{adapter_path(name)}/versions/{quote(label, safe='')}"
+
+
+def operation_path(operation_id: str) -> str:
+    return f"{OPERATIONS}/{quote(operation_id, safe='')}"
 
 
 def upload_file_path(upload_id: str, file: str) -> str:
@@ -121,6 +130,7 @@ class AdapterInfo(TypedDict):
 
 
 class AdapterList(TypedDict):
+    cursor: int  # id of the last event that the list knows
     adapters: list[AdapterInfo]
 
 
@@ -241,6 +251,51 @@ class DeleteResult(TypedDict):
     deleted: list[str]
     changed: bool
     dry_run: bool
+
+
+class SkippedInfo(TypedDict):
+    ref: str  # name@version
+    why: str
+
+
+class GcResult(TypedDict):
+    """`deleted` are name@version; with `dry_run`, those that would be."""
+
+    keep: int
+    deleted: list[str]
+    skipped: list[SkippedInfo]
+    freed_bytes: int
+    changed: bool
+    dry_run: bool
+
+
+class DrainResult(TypedDict):
+    draining: bool
+    running: int  # requests, those that wait among them
+    changed: bool
+    dry_run: bool
+
+
+class OperationInfo(TypedDict):
+    """A change that was asked for with `Prefer: respond-async`."""
+
+    id: str
+    action: str
+    target: str
+    state: str  # running | succeeded | failed
+    who: WhoInfo
+    started_at: float
+    ended_at: float | None
+    result: dict[str, Any] | None  # what the change answers, once it has succeeded
+    error: dict[str, Any] | None  # the error object, once it has failed
+
+
+class OperationAccepted(TypedDict):
+    operation: OperationInfo
+
+
+class OperationList(TypedDict):
+    operations: list[OperationInfo]
 
 
 class EngineInfo(TypedDict):

@@ -126,6 +126,7 @@ def serve(state: Path, path: Path) -> None:
             config={"model": {"id": BASE}},
             shutdown=lambda: setattr(server, "should_exit", True),
             limits=limits,
+            stopping=lambda: server.should_exit,
         )
         server = uvicorn.Server(admin_server_config(app))
         print("ready", flush=True)

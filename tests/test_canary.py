@@ -248,7 +248,7 @@ def test_draining_refuses_new_requests(registry: Registry) -> None:
     assert caught.value.code == "daemon.draining"
 
 
-# --- the whole route -------------------------------------------------------------------------------
+# --- the whole route -----------------------------------------------------------------------------
 
 
 def test_canary_under_real_requests(start_daemon, tiny_chat_model, random_adapter, tmp_path):

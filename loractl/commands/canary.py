@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from loractl.options import (
+    DetachOption,
     DryRunOption,
     GenerationOption,
     JsonOption,
@@ -42,6 +43,7 @@ def canary(
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
@@ -55,7 +57,7 @@ def canary(
         name, label = name_and_version(ref, version)
         if off == (percent is not None):
             raise LoradError("usage.invalid", "give either --percent or --off")
-        result = AdminClient(socket, timeout).canary(
+        result = AdminClient(socket, timeout, detach=detach).canary(
             str(name),
             label,
             percent or 0.0,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from loractl.options import (
+    DetachOption,
     DryRunOption,
     GenerationOption,
     JsonOption,
@@ -48,6 +49,7 @@ def promote(
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
@@ -58,7 +60,7 @@ def promote(
     """
     with reported(json):
         name, label = name_and_version(ref, version)
-        moved = AdminClient(socket, timeout).promote(
+        moved = AdminClient(socket, timeout, detach=detach).promote(
             str(name),
             label,
             reason=reason,
@@ -79,6 +81,7 @@ def rollback(
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
@@ -87,7 +90,7 @@ def rollback(
     with reported(json):
         target = AdapterName.parse(name)
         label = check_version_label(to) if to is not None else None
-        moved = AdminClient(socket, timeout).rollback(
+        moved = AdminClient(socket, timeout, detach=detach).rollback(
             str(target), label, reason=reason, generation=if_generation, dry_run=dry_run
         )
     _print("lorad/rollback/v1", moved, as_json=json)

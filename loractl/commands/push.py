@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from loractl.options import (
+    DetachOption,
     DryRunOption,
     GenerationOption,
     JsonOption,
@@ -23,6 +24,7 @@ from loractl.output import end_dry_run, human_bytes, note, print_json, printable
 from lorad import wire
 from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.admin_client import AdminClient, Progress
+from lorad.errors import LoradError
 
 
 def push(
@@ -40,6 +42,7 @@ def push(
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 600.0,
     json: JsonOption = False,
@@ -50,8 +53,14 @@ def push(
     """
     with reported(json):
         target = str(AdapterName.parse(name))
+        if detach and promote:
+            raise LoradError(
+                "usage.invalid",
+                "--detach ends with the upload, so there is nothing to promote yet",
+                hint="promote in a second command",
+            )
         label = check_version_label(version) if version is not None else None
-        client = AdminClient(socket, timeout)
+        client = AdminClient(socket, timeout, detach=detach)
         with _progress(directory, hidden=json) as progress:
             pushed = client.push(
                 directory.expanduser(),

@@ -24,17 +24,23 @@ from lorad.server.admin_adapters import READ_ROUTES
 from lorad.server.admin_canary import CANARY_ROUTES
 from lorad.server.admin_changes import CHANGE_ROUTES
 from lorad.server.admin_context import AdminContext, AdminEngine, AdminLimits, context
+from lorad.server.admin_drain import DRAIN_ROUTES
+from lorad.server.admin_events import EVENT_ROUTES
 from lorad.server.admin_gate import Gate, on_http_error, on_lorad_error
+from lorad.server.admin_gc import GC_ROUTES
+from lorad.server.admin_operations import OPERATION_ROUTES
 from lorad.server.admin_request import query_count
 from lorad.server.admin_residency import RESIDENCY_ROUTES
 from lorad.server.admin_uploads import UPLOAD_ROUTES
 from lorad.server.admin_views import engine_info, step_info, tier_counts
 from lorad.server.admin_vllm import VLLM_ROUTES
+from lorad.server.operations import Operations
 from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 from lorad.server.uploads import Uploads
 
 _MAX_STEPS = 10_000
+_FINISH = 10.0  # seconds that operations may go on when the daemon ends
 
 
 def build_admin_app(
@@ -47,33 +53,28 @@ def build_admin_app(
     metrics: Callable[[], bytes] = generate_latest,
     limits: AdminLimits | None = None,
     self_test: SelfTest | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    keep: int = 0,
     admin_gid: int | None = None,
 ) -> Starlette:
     """The ASGI app of the admin socket; serve it by `admin_transport.admin_server_config`.
 
     `config` is shown by GET /v1/config, so it must hold no secret. `shutdown` begins the end
-    of the daemon and returns at once. Peers must be root, the daemon's user or in `admin_gid`.
+    of the daemon and returns at once; `stopping` tells that
+    the end has begun. Peers must be root, the daemon's user or in `admin_gid`.
     """
     limits = limits or AdminLimits()
     app = Starlette(
-        # The specific paths come first: a name takes whatever is left of one.
-        routes=[
-            *DAEMON_ROUTES,
-            *UPLOAD_ROUTES,
-            *VLLM_ROUTES,
-            *RESIDENCY_ROUTES,
-            *CANARY_ROUTES,
-            *CHANGE_ROUTES,
-            *READ_ROUTES,
-        ],
+        routes=ROUTES,
         middleware=[Middleware(Gate, admin_gid=admin_gid)],
         exception_handlers={LoradError: on_lorad_error, HTTPException: on_http_error},
         lifespan=_sweeping,
     )
     app.state.admin = AdminContext(
-        registry, engine, traffic, config, shutdown, metrics, limits, self_test
+        registry, engine, traffic, config, shutdown, metrics, limits, self_test, stopping, keep
     )
     app.state.uploads = Uploads(registry, limits)
+    app.state.operations = Operations()
     return app
 
 
@@ -83,6 +84,7 @@ async def _sweeping(app: Starlette) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        await app.state.operations.finish(_FINISH)
         sweeper.cancel()
         with suppress(asyncio.CancelledError):
             await sweeper
@@ -142,4 +144,19 @@ DAEMON_ROUTES = [
     Route(wire.METRICS, show_metrics),
     Route(wire.STEPS, steps),
     Route(wire.SHUTDOWN, stop, methods=["POST"]),
+]
+
+# The specific paths come first: a name takes whatever is left of one.
+ROUTES = [
+    *DAEMON_ROUTES,
+    *OPERATION_ROUTES,
+    *EVENT_ROUTES,
+    *GC_ROUTES,
+    *DRAIN_ROUTES,
+    *UPLOAD_ROUTES,
+    *VLLM_ROUTES,
+    *RESIDENCY_ROUTES,
+    *CANARY_ROUTES,
+    *CHANGE_ROUTES,
+    *READ_ROUTES,
 ]

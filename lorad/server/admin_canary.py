@@ -7,7 +7,6 @@ from functools import partial
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from lorad import wire
 from lorad.adapter_ref import AdapterName
@@ -15,6 +14,7 @@ from lorad.registry.records import Adapter, Canary, CanaryMove
 from lorad.server.admin_changes import ready_to_serve
 from lorad.server.admin_context import context
 from lorad.server.admin_fields import Fields, invalid
+from lorad.server.admin_operations import change
 from lorad.server.admin_request import dry_run, expected_generation, path_name, read_fields, who
 from lorad.server.admin_views import canary_result
 
@@ -88,5 +88,5 @@ def _essence(canary: Canary | None) -> tuple[object, ...]:
 
 
 CANARY_ROUTES = [
-    Route(f"{wire.ADAPTERS}/{{name:path}}:canary", canary, methods=["POST"]),
+    change(f"{wire.ADAPTERS}/{{name:path}}:canary", canary),
 ]

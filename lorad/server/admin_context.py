@@ -51,6 +51,13 @@ class AdminLimits:
     drain_timeout: float = 30.0  # unless the request says otherwise
 
 
+@dataclass
+class Followers:
+    """How many clients follow the events."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True)
 class AdminContext:
     registry: Registry
@@ -61,6 +68,9 @@ class AdminContext:
     metrics: Callable[[], bytes]
     limits: AdminLimits
     self_test: SelfTest | None = None  # None: a version is promoted once it is loaded
+    stopping: Callable[[], bool] = lambda: False
+    keep: int = 0  # newest versions of each adapter that stay after a promote; 0: all
+    followers: Followers = field(default_factory=Followers)
     started_at: float = field(default_factory=time.time)
 
 

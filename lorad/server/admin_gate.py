@@ -55,7 +55,7 @@ class Gate:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if status:  # the answer has begun: all that is left is to break it off
                 raise
-            await error_response(_internal(request_id), request_id)(scope, receive, tagged)
+            await error_response(internal_error(request_id), request_id)(scope, receive, tagged)
         _log_change(scope, peer, status, request_id)
 
 
@@ -101,7 +101,7 @@ def _forbidden(peer: Peer | None) -> LoradError:
     )
 
 
-def _internal(request_id: str) -> LoradError:
+def internal_error(request_id: str) -> LoradError:
     return LoradError(
         "daemon.error",
         "the daemon failed while it handled this request",

@@ -47,6 +47,26 @@ def query_count(request: Request, key: str, default: int, most: int) -> int:
     return int(text)
 
 
+def query_number(request: Request, key: str, default: int) -> int:
+    """A whole number, 0 or above."""
+    text = request.query_params.get(key, str(default))
+    if not text.isdecimal() or len(text) > 18:
+        raise invalid(f"{key}={text[:20]!r} is not a whole number")
+    return int(text)
+
+
+def query_seconds(request: Request, key: str, default: float, most: float) -> float:
+    """Seconds, with or without an `s` after them; more than `most` is taken as that."""
+    text = request.query_params.get(key, str(default)).removesuffix("s")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise invalid(f"{key}={text[:20]!r} is not a number of seconds")
+    return min(seconds, most)
+
+
 def dry_run(request: Request) -> bool:
     return query_flag(request, "dry_run")
 
@@ -79,13 +99,22 @@ async def body_chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def read_json(request: Request, limit: int = _BODY_LIMIT) -> dict[str, Any]:
-    """A JSON object of at most `limit` bytes; no body at all is an empty one."""
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body; `request.too_large`, or `request.invalid` when it takes too long."""
     body = bytearray()
+    deadline = anyio.current_time() + context(request).limits.read_timeout
     async for chunk in body_chunks(request):
         body += chunk
         if len(body) > limit:
             raise LoradError("request.too_large", f"the body is larger than {limit} bytes")
+        if anyio.current_time() > deadline:
+            raise invalid("the body came too slowly")
+    return bytes(body)
+
+
+async def read_json(request: Request, limit: int = _BODY_LIMIT) -> dict[str, Any]:
+    """A JSON object of at most `limit` bytes; no body at all is an empty one."""
+    body = await read_body(request, limit)
     if not body:
         return {}
     try:
