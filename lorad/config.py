@@ -100,6 +100,14 @@ class RegistrySection:
     path: str = option(
         "", "Directory of the registry and the version store. Empty: the state directory."
     )
+    store: str = option(
+        "",
+        "Where versions lie: a directory, or s3://BUCKET/PREFIX (needs the extra s3). Empty: "
+        "`store` in the registry's directory.",
+    )
+    cache_bytes: int = option(
+        16 << 30, "With a store in S3: bytes of it kept on the local disk.", size=True
+    )
     keep: int = option(
         0,
         "Newest versions of an adapter that stay after a promote, beside those that something "

@@ -195,7 +195,13 @@ def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterat
         return read_checked(directory, shape, max_lora_rank=config.engine.max_lora_rank)
 
     state = Path(config.registry.path).expanduser() if config.registry.path else state_dir()
-    registry = Registry.open(state, base_model, check)
+    registry = Registry.open(
+        state,
+        base_model,
+        check,
+        store=config.registry.store,
+        cache_bytes=config.registry.cache_bytes,
+    )
     try:
         yield registry
     finally:

@@ -21,6 +21,7 @@ from loractl.options import (
     TimeoutOption,
 )
 from loractl.output import end_dry_run, human_bytes, note, print_json, printable, reported
+from loractl.sources import adapter_directory
 from lorad import wire
 from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.admin_client import AdminClient, Progress
@@ -29,9 +30,13 @@ from lorad.errors import LoradError
 
 def push(
     name: NameArgument,
-    directory: Annotated[
-        Path,
-        typer.Argument(help="Adapter directory as PEFT's save_pretrained writes it."),
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Directory as PEFT's save_pretrained writes it, hf://ORG/REPO[@REVISION], "
+            "or s3://BUCKET/PREFIX.",
+        ),
     ],
     version: Annotated[
         str | None,
@@ -61,9 +66,12 @@ def push(
             )
         label = check_version_label(version) if version is not None else None
         client = AdminClient(socket, timeout, detach=detach)
-        with _progress(directory, hidden=json) as progress:
+        with (
+            adapter_directory(source) as directory,
+            _progress(directory, hidden=json) as progress,
+        ):
             pushed = client.push(
-                directory.expanduser(),
+                directory,
                 target,
                 label=label,
                 message=message,
@@ -110,7 +118,7 @@ def _progress(directory: Path, *, hidden: bool) -> Iterator[Progress]:
 
     from loractl.output import console
 
-    files = (directory.expanduser() / file for file in wire.ADAPTER_FILES)
+    files = (directory / file for file in wire.ADAPTER_FILES)
     total = sum(file.stat().st_size for file in files if file.is_file())
     with Bar(console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("push", total=total)

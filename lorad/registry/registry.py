@@ -32,7 +32,7 @@ from lorad.registry.records import (
     Who,
 )
 from lorad.registry.retention import superseded
-from lorad.registry.store import VersionStore, file_sizes
+from lorad.registry.store import Store, VersionStore, file_sizes
 from lorad.registry.timeline import previous_live
 from lorad.wire import ROUTE_WORDS
 
@@ -46,7 +46,7 @@ class Registry:
     has changed or not at all.
     """
 
-    def __init__(self, ledger: Ledger, store: VersionStore, check: CheckAdapter) -> None:
+    def __init__(self, ledger: Ledger, store: Store, check: CheckAdapter) -> None:
         self.base_model = ledger.base_model
         self.canaries = Canaries(ledger)
         self._ledger = ledger
@@ -55,9 +55,18 @@ class Registry:
 
     @classmethod
     def open(
-        cls, state: Path, base_model: str, check: CheckAdapter, *, store: Path | None = None
+        cls,
+        state: Path,
+        base_model: str,
+        check: CheckAdapter,
+        *,
+        store: str = "",
+        cache_bytes: int = 16 << 30,
     ) -> Registry:
-        """Open or create the registry in `state`; the version store is `state/store` by default.
+        """Open or create the registry in `state`.
+
+        `store` is where the versions lie: a directory (`state/store` by default) or
+        `s3://bucket/prefix`, of which up to `cache_bytes` are kept on the local disk.
 
         `check` reads an adapter directory against the base model and raises LoradError for
         one that would be served wrong. What an earlier process left half done is cleared up.
@@ -65,7 +74,7 @@ class Registry:
         """
         database = Database(state)
         try:
-            files = VersionStore(store or state / "store", base_model)
+            files = _open_store(store, state, base_model, cache_bytes)
             refuse_lost_database(database, files)
             database.migrate()
             reconcile(database, files, base_model)
@@ -121,8 +130,10 @@ class Registry:
         return [version.ref for version in versions if version.pinned and version.servable]
 
     def directory(self, ref: AdapterRef) -> Path:
-        """Where the two files of a version are."""
-        return self._store.directory(ref.name, ref.version)
+        """A local directory with the two files of a version."""
+        version = self.version(ref.name, ref.version)
+        sizes = (version.config_bytes, version.weights_bytes)
+        return self._store.fetch(ref.name, ref.version, sizes)
 
     def history(self, name: AdapterName, *, newest: int = 100) -> list[Event]:
         """The last changes of an adapter, newest first; also of one that was deleted."""
@@ -403,3 +414,11 @@ class Registry:
                 return
             with self._ledger.changing(ref.name) as db:
                 changes.mark_failed(db, self._ledger.key(ref.name), ref.version, failure)
+
+
+def _open_store(store: str, state: Path, base_model: str, cache_bytes: int) -> Store:
+    if not store.startswith("s3://"):
+        return VersionStore(Path(store).expanduser() if store else state / "store", base_model)
+    from lorad.registry.bucket import BucketStore
+
+    return BucketStore(store, base_model, state / "bucket", cache_bytes)
