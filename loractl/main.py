@@ -6,6 +6,7 @@ import typer
 
 from loractl.commands.canary import canary
 from loractl.commands.delete import delete
+from loractl.commands.doctor import doctor
 from loractl.commands.drain import drain, resume
 from loractl.commands.events import events
 from loractl.commands.gc import gc
@@ -21,6 +22,7 @@ from loractl.commands.push import push
 from loractl.commands.resize import resize
 from loractl.commands.show import show
 from loractl.commands.status import status
+from loractl.commands.top import top
 from loractl.commands.version import version
 
 app = typer.Typer(
@@ -42,6 +44,8 @@ app.command("list")(list_adapters)
 app.command()(show)
 app.command()(history)
 app.command()(status)
+app.command()(top)
+app.command()(doctor)
 app.command()(load)
 app.command()(unload)
 app.command()(pin)

@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import uvicorn
 
+from lorad import systemd
 from lorad.adapter_ref import DEFAULT_TENANT, AdapterName, AdapterRef
 from lorad.adapters.peft_format import PeftAdapter
 from lorad.adapters.spectrum import read_checked
@@ -34,6 +35,7 @@ from lorad.model.tokenizer import Tokenizer
 from lorad.paths import socket_path, state_dir
 from lorad.registry.records import Who
 from lorad.registry.registry import Registry
+from lorad.registry.warm_list import read_warm_list, write_warm_list
 from lorad.server.admin import build_admin_app
 from lorad.server.admin_transport import admin_server_config
 from lorad.server.app import build_public_app
@@ -45,11 +47,12 @@ from lorad.server.listener import public_listener
 from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 from lorad.sizing.model_shape import ModelShape, read_config
-from lorad.sockets import AdminSocket
+from lorad.sockets import AdminGroups, AdminSocket, PassedSocket
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+_WARM_LIST_SECONDS = 30.0  # between two looks at what has been used
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
     started = time.monotonic()
     # The cheap things that can fail come before the model is read.
     with (
-        AdminSocket(
-            socket_path(config.admin.socket or None), group=config.admin.group or None
-        ) as admin,
+        _admin_socket(config) as admin,
         contextlib.closing(public_listener(config.server.host, config.server.port)) as public,
     ):
         keys = read_api_keys(Path(config.server.api_keys)) if config.server.api_keys else {}
@@ -120,7 +121,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     self_test=SelfTest(engine, tokenizer, template),
                     stopping=stop.is_set,
                     keep=config.registry.keep,
-                    admin_gid=admin.gid,
+                    groups=admin.groups,
                 )
                 servers = [
                     (_Server(_public_config(public_app)), public),
@@ -129,10 +130,70 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                 async with _serving(servers), _signals(stop):
                     await _warm_up(engine, registry, tokenizer)
                     announce(_ready(public, admin, base_model, built, engine, started))
-                    await stop.wait()
+                    systemd.notify("READY=1", f"STATUS=serving {base_model}")
+                    async with _beside(
+                        _warmth(engine, registry, traffic, config.registry.warm), _watchdog(engine)
+                    ):
+                        await stop.wait()
+                    systemd.notify("STOPPING=1")
                     log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
                     await engine.stop(config.server.drain_timeout)
                 log.info("stopped")
+
+
+def _admin_socket(config: Config) -> AdminSocket | PassedSocket:
+    groups = AdminGroups.named(config.admin.group, config.admin.read_group)
+    try:
+        passed = systemd.passed_socket()
+    except (ValueError, OSError) as error:
+        raise LoradError("config.invalid", f"socket activation: {error}") from None
+    if passed is not None:
+        return PassedSocket(passed, groups)
+    return AdminSocket(socket_path(config.admin.socket or None), groups)
+
+
+@contextlib.asynccontextmanager
+async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these until the body is done."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watchdog(engine: AsyncEngine) -> None:
+    """Tell systemd that the event loop and the engine's thread live, if it wants to know."""
+    interval = systemd.watchdog_seconds()
+    while interval is not None:
+        if engine.healthy:
+            systemd.notify("WATCHDOG=1")
+        await asyncio.sleep(interval)
+
+
+async def _warmth(engine: AsyncEngine, registry: Registry, traffic: Traffic, most: int) -> None:
+    """Load what an earlier life used last, then keep the list of this one."""
+    refs = await asyncio.to_thread(read_warm_list, registry.state, registry)
+    traffic.remember(refs)
+    for ref in refs[:most]:
+        stats = engine.stats()
+        if stats.free_pages * 2 < stats.total_pages:
+            break
+        try:
+            await engine.load_adapter(ref)
+        except LoradError as error:
+            log.warning("%s is not loaded again: %s", ref, error.message)
+    written = refs
+    try:
+        while True:
+            await asyncio.sleep(_WARM_LIST_SECONDS)
+            if (used := traffic.last_used()) != written:
+                await asyncio.to_thread(write_warm_list, registry.state, used)
+                written = used
+    finally:
+        write_warm_list(registry.state, traffic.last_used())
 
 
 # --- parts --------------------------------------------------------------------------------
@@ -322,7 +383,7 @@ async def _warm_up(engine: AsyncEngine, registry: Registry, tokenizer: Tokenizer
 
 def _ready(
     public: socket.socket,
-    admin: AdminSocket,
+    admin: AdminSocket | PassedSocket,
     base_model: str,
     built: BuiltEngine,
     engine: AsyncEngine,

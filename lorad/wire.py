@@ -25,6 +25,7 @@ STATUS = f"{PREFIX}/status"
 CONFIG = f"{PREFIX}/config"
 METRICS = f"{PREFIX}/metrics"
 STEPS = f"{PREFIX}/steps"
+OPENAPI = f"{PREFIX}/openapi.json"
 ADAPTERS = f"{PREFIX}/adapters"
 UPLOADS = f"{PREFIX}/uploads"
 OPERATIONS = f"{PREFIX}/operations"
@@ -314,6 +315,23 @@ class EngineInfo(TypedDict):
     host_cache_bytes: int
 
 
+class StoreInfo(TypedDict):
+    """The disk of the registry."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
+class TtftInfo(TypedDict):
+    """Times to the first token of the last requests, in seconds; "base" among the versions."""
+
+    requests: int
+    p50: float | None
+    p99: float | None
+    p50_by_version: dict[str, float]
+
+
 class StatusInfo(TypedDict):
     daemon_version: str
     api_version: int
@@ -325,6 +343,9 @@ class StatusInfo(TypedDict):
     live_adapters: int
     canaries: int
     draining: bool
+    role: str  # of the asking peer: admin | read
+    store: StoreInfo
+    ttft: TtftInfo
     failed_versions: int
     tiers: dict[str, int]  # residency -> number of adapter contents the engine knows
     engine: EngineInfo

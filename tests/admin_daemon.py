@@ -109,16 +109,18 @@ def serve(state: Path, path: Path) -> None:
     from lorad.server.admin_transport import AdminProtocol, admin_server_config
     from lorad.server.canary_watch import CanaryWatch
     from lorad.server.traffic import Traffic
-    from lorad.sockets import AdminSocket
+    from lorad.sockets import AdminGroups, AdminSocket
 
     AdminProtocol.header_seconds = 1.0
     AdminProtocol.max_connections = 16
+    AdminProtocol.max_of_one_process = 12
     check = partial(read_checked, shape=SHAPE, max_lora_rank=MAX_RANK)
     registry = Registry.open(state, BASE, check)
     limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=1.0, read_timeout=1.0)
     engine = make_engine(state)
     traffic = Traffic(engine, registry.find, CanaryWatch(lambda *_: None))
-    with AdminSocket(path) as admin:
+    groups = AdminGroups.named("", os.environ.get("LORAD_TEST_READ_GROUP", ""))
+    with AdminSocket(path, groups) as admin:
         app = build_admin_app(
             registry,
             engine,
@@ -126,6 +128,7 @@ def serve(state: Path, path: Path) -> None:
             config={"model": {"id": BASE}},
             shutdown=lambda: setattr(server, "should_exit", True),
             limits=limits,
+            groups=groups,
             stopping=lambda: server.should_exit,
         )
         server = uvicorn.Server(admin_server_config(app))

@@ -46,7 +46,8 @@ class Registry:
     has changed or not at all.
     """
 
-    def __init__(self, ledger: Ledger, store: Store, check: CheckAdapter) -> None:
+    def __init__(self, ledger: Ledger, store: Store, check: CheckAdapter, state: Path) -> None:
+        self.state = state
         self.base_model = ledger.base_model
         self.canaries = Canaries(ledger)
         self._ledger = ledger
@@ -78,7 +79,7 @@ class Registry:
             refuse_lost_database(database, files)
             database.migrate()
             reconcile(database, files, base_model)
-            return cls(Ledger(database, base_model), files, check)
+            return cls(Ledger(database, base_model), files, check, state)
         except BaseException:
             database.close()
             raise

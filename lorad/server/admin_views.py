@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from lorad.engine.messages import AdapterState, EngineStats, StepRecord
 from lorad.registry.records import Adapter, CanaryMove, Event, Move, Version, Who
@@ -19,6 +21,8 @@ from lorad.wire import (
     ResidencyInfo,
     SelfTestInfo,
     StepInfo,
+    StoreInfo,
+    TtftInfo,
     VersionInfo,
     WhoInfo,
 )
@@ -165,6 +169,29 @@ def engine_info(stats: EngineStats) -> EngineInfo:
         "adapter_pages": stats.adapter_pages,
         "page_bytes": stats.page_bytes,
         "host_cache_bytes": stats.host_cache_bytes,
+    }
+
+
+def store_info(state: Path) -> StoreInfo:
+    """Of the disk that holds the registry. Zeros when it does not answer."""
+    try:
+        disk = shutil.disk_usage(state)
+    except OSError:
+        return {"path": str(state), "free_bytes": 0, "total_bytes": 0}
+    return {"path": str(state), "free_bytes": disk.free, "total_bytes": disk.total}
+
+
+def ttft_info(recent: Iterable[tuple[str, float]]) -> TtftInfo:
+    """Of the last requests, in seconds: all of them, and each version's own."""
+    by_version: dict[str, list[float]] = {}
+    for label, seconds in recent:
+        by_version.setdefault(label, []).append(seconds)
+    every = sorted(seconds for times in by_version.values() for seconds in times)
+    return {
+        "requests": len(every),
+        "p50": every[len(every) // 2] if every else None,
+        "p99": every[len(every) * 99 // 100] if every else None,
+        "p50_by_version": {k: sorted(v)[len(v) // 2] for k, v in by_version.items()},
     }
 
 
