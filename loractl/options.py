@@ -32,6 +32,12 @@ DryRunOption = Annotated[
     bool,
     typer.Option("--dry-run", help="Change nothing; exit 1 if the command would change something."),
 ]
+DetachOption = Annotated[
+    bool,
+    typer.Option(
+        "--detach/--wait", help="Print the operation's id and go, instead of waiting for its end."
+    ),
+]
 GenerationOption = Annotated[
     int | None,
     typer.Option(

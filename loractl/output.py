@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from lorad import wire
+
 
 def console(*, stderr: bool = False) -> Console:
     """A Rich console that honours NO_COLOR and plain pipes. Rich is imported only here."""
@@ -77,6 +79,16 @@ def local_time(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
+def user_name(uid: int) -> str:
+    """The name of a user of this machine; its number when it has none."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def watched(show: Callable[[], None], *, interval: float, on: bool) -> None:
     """Show once, or with --watch again and again until the user stops it."""
     show()
@@ -114,11 +126,27 @@ def print_error(error: LoradError, *, as_json: bool, request_id: str = "") -> No
         typer.echo(f"hint:  {printable(error.hint)}", err=True)
 
 
+def _print_detached(operation: wire.OperationInfo, *, as_json: bool) -> None:
+    if as_json:
+        print_json("lorad/operation/v1", operation)
+        return
+    typer.echo(operation["id"])
+    note(f"{operation['action']} goes on: loractl operation {operation['id']} --wait")
+
+
 @contextmanager
 def reported(as_json: bool = False) -> Iterator[None]:
-    """Turn a LoradError inside a command into its message and its exit code."""
+    """Turn a LoradError inside a command into its message and its exit code.
+
+    A change that was only handed over (--detach) prints its operation's id, and ends well.
+    """
+    from lorad.admin_client import Detached
+
     try:
         yield
+    except Detached as left:
+        _print_detached(left.operation, as_json=as_json)
+        raise typer.Exit(0) from None
     except LoradError as error:
         print_error(error, as_json=as_json, request_id=getattr(error, "request_id", ""))
         raise typer.Exit(error.kind.exit_code) from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _SYSTEM_SOCKET = Path("/run/lorad") / SOCKET_NAME
 _UPLOAD_CHUNK = 1 << 18
+_LONGEST_POLL = 30.0  # seconds of one wait for an operation
+_POLL_MARGIN = 30.0
 _DRAIN_MARGIN = 30.0  # seconds that an unload may take beyond its drain
 
 Progress = Callable[[int], None]  # called with the bytes that were just sent
@@ -31,16 +34,28 @@ class DaemonError(LoradError):
     request_id = ""
 
 
+class Detached(Exception):
+    """Not a failure: the daemon goes on with what it was asked, and nobody waits for it."""
+
+    def __init__(self, operation: wire.OperationInfo) -> None:
+        super().__init__(operation["id"])
+        self.operation = operation
+
+
 class AdminClient:
     """One connection per request. Every method raises LoradError, with the daemon's code or
     `daemon.unreachable`, `socket.permission`, `operation.timeout`, `daemon.version_mismatch`.
     """
 
-    def __init__(self, given_socket: Path | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self, given_socket: Path | None = None, timeout: float = 120.0, *, detach: bool = False
+    ) -> None:
+        """With `detach`, a change raises Detached as soon as the daemon has taken it on."""
         own = socket_path(str(given_socket) if given_socket else None)
         chosen = given_socket is not None or "LORAD_SOCKET" in os.environ
         self._sockets = [own] if chosen or own == _SYSTEM_SOCKET else [own, _SYSTEM_SOCKET]
         self._timeout = timeout
+        self._detach = detach
 
     # --- reading ----------------------------------------------------------------------------
 
@@ -61,6 +76,33 @@ class AdminClient:
         path = f"{wire.adapter_path(name)}/history"
         return cast(wire.History, self._request("GET", path, query={"limit": limit}))
 
+    def operations(self, limit: int) -> wire.OperationList:
+        """The newest first."""
+        found = self._request("GET", wire.OPERATIONS, query={"limit": limit})
+        return cast(wire.OperationList, found)
+
+    def operation(self, operation_id: str, wait: float = 0.0) -> wire.OperationInfo:
+        """`wait`: seconds until the answer if the operation has not ended before."""
+        found = self._request(
+            "GET",
+            wire.operation_path(operation_id),
+            query={"wait": wait},
+            timeout=max(self._timeout, wait + _POLL_MARGIN),
+        )
+        return cast(wire.OperationInfo, found)
+
+    def events(self, after: int, *, follow: bool = False) -> Iterator[wire.EventInfo]:
+        """Changes of all adapters after the event `after`, oldest first; `follow` never ends."""
+        query = urlencode({"after": after, "follow": int(follow), "limit": 10_000})
+        with self._connection(self._timeout) as connection:
+            connection.request("GET", f"{wire.EVENTS}?{query}")
+            response = connection.getresponse()
+            if response.status != 200:
+                _result(response)
+            for line in response:
+                if line.strip():
+                    yield json.loads(line)
+
     def steps(self, limit: int) -> wire.StepList:
         """The engine's newest steps, oldest first."""
         return cast(wire.StepList, self._request("GET", wire.STEPS, query={"limit": limit}))
@@ -78,11 +120,12 @@ class AdminClient:
         *,
         reason: str = "",
         generation: int | None = None,
+        checks: Sequence[dict[str, Any]] = (),
         dry_run: bool = False,
-    ) -> wire.MoveResult:
-        """Without a label, the newest version."""
-        body = {"version": label, "reason": reason}
-        return self._move(name, "promote", body, generation, dry_run)
+    ) -> wire.PromoteResult:
+        """Without a label, the newest version. `checks` must pass first; see promote_checks."""
+        body = {"version": label, "reason": reason, "checks": list(checks)}
+        return cast(wire.PromoteResult, self._move(name, "promote", body, generation, dry_run))
 
     def rollback(
         self,
@@ -94,15 +137,53 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.MoveResult:
         """Without a label, the version that was live before."""
-        return self._move(name, "rollback", {"to": label, "reason": reason}, generation, dry_run)
+        body = {"to": label, "reason": reason}
+        return cast(wire.MoveResult, self._move(name, "rollback", body, generation, dry_run))
+
+    def canary(
+        self,
+        name: str,
+        label: str | None,
+        percent: float,
+        *,
+        auto_rollback: bool = False,
+        reason: str = "",
+        generation: int | None = None,
+        dry_run: bool = False,
+    ) -> wire.CanaryResult:
+        """Percent 0 ends it. Without a label, the present canary or the newest version."""
+        body: dict[str, Any] = {"percent": percent, "reason": reason}
+        if percent:
+            body |= {"version": label, "auto_rollback": auto_rollback}
+        return cast(wire.CanaryResult, self._move(name, "canary", body, generation, dry_run))
+
+    def gc(self, name: str | None, keep: int | None, *, dry_run: bool) -> wire.GcResult:
+        """Without `keep`, the daemon's own policy; without a name, every adapter."""
+        body = {key: value for key, value in (("name", name), ("keep", keep)) if value is not None}
+        return cast(wire.GcResult, self._change("POST", wire.GC, body, query=_dry(dry_run)))
+
+    def drain(self, timeout: float, *, dry_run: bool) -> wire.DrainResult:
+        """Refuse new requests, and wait for the running ones."""
+        return cast(
+            wire.DrainResult,
+            self._change(
+                "POST",
+                wire.DRAIN,
+                {"timeout": timeout},
+                query=_dry(dry_run),
+                timeout=max(self._timeout, timeout + _DRAIN_MARGIN),
+            ),
+        )
+
+    def resume(self, *, dry_run: bool) -> wire.DrainResult:
+        return cast(wire.DrainResult, self._request("POST", wire.RESUME, {}, query=_dry(dry_run)))
 
     def _move(
         self, name: str, verb: str, body: dict[str, Any], generation: int | None, dry_run: bool
-    ) -> wire.MoveResult:
+    ) -> Any:
         headers = {} if generation is None else {"if-match": f'"{generation}"'}
         path = f"{wire.adapter_path(name)}:{verb}"
-        answer = self._request("POST", path, body, query=_dry(dry_run), headers=headers)
-        return cast(wire.MoveResult, answer)
+        return self._change("POST", path, body, query=_dry(dry_run), headers=headers)
 
     def delete(
         self, name: str, label: str | None, *, force: bool, dry_run: bool
@@ -110,13 +191,13 @@ class AdminClient:
         """One version, or without a label all of them; `force` is for a live name as a whole."""
         path = wire.adapter_path(name) if label is None else wire.version_path(name, label)
         query = _dry(dry_run) | ({"force": 1} if force else {})
-        return cast(wire.DeleteResult, self._request("DELETE", path, query=query))
+        return cast(wire.DeleteResult, self._change("DELETE", path, query=query))
 
     # --- memory -----------------------------------------------------------------------------
 
     def load(self, name: str, label: str, *, pin: bool, dry_run: bool) -> wire.LoadResult:
         path = f"{wire.version_path(name, label)}:load"
-        answer = self._request("POST", path, {"pin": pin}, query=_dry(dry_run))
+        answer = self._change("POST", path, {"pin": pin}, query=_dry(dry_run))
         return cast(wire.LoadResult, answer)
 
     def unload(
@@ -125,7 +206,7 @@ class AdminClient:
         path = f"{wire.version_path(name, label)}:unload"
         body = {"force": force, "drain_timeout": drain_timeout}
         timeout = max(self._timeout, drain_timeout + _DRAIN_MARGIN)
-        answer = self._request("POST", path, body, query=_dry(dry_run), timeout=timeout)
+        answer = self._change("POST", path, body, query=_dry(dry_run), timeout=timeout)
         return cast(wire.UnloadResult, answer)
 
     def set_pinned(self, name: str, label: str, pinned: bool, *, dry_run: bool) -> wire.PinResult:
@@ -153,7 +234,9 @@ class AdminClient:
                 for file, content in files.items():
                     self._put(wire.upload_file_path(upload["id"], file), content, progress)
                 commit = f"{wire.UPLOADS}/{upload['id']}:commit"
-                return cast(wire.PushResult, self._request("POST", commit, query=_dry(dry_run)))
+                return cast(wire.PushResult, self._change("POST", commit, query=_dry(dry_run)))
+            except Detached:
+                raise
             except BaseException:
                 with suppress(LoradError):  # most likely it is gone already
                     self._request("DELETE", f"{wire.UPLOADS}/{upload['id']}", timeout=5)
@@ -169,6 +252,40 @@ class AdminClient:
                     connection.send(chunk)
                     progress(len(chunk))
             _result(connection.getresponse())
+
+    # --- changes that may take long -----------------------------------------------------------
+
+    def _change(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        query: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Ask for a change as an operation and wait for its end; the answer of the change.
+
+        Raises what the change raises; `operation.timeout` with the id when it takes longer; and
+        Detached at once if this client does not wait.
+        """
+        deadline = time.monotonic() + (timeout or self._timeout)
+        asked = {**(headers or {}), "prefer": "respond-async"}
+        answer = self._request(method, path, body, query=query, headers=asked)
+        if "operation" not in answer:  # a daemon that answered at once
+            return answer
+        operation: wire.OperationInfo = answer["operation"]
+        if self._detach:
+            raise Detached(operation)
+        while operation["state"] == "running":
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _still_running(operation, timeout or self._timeout)
+            operation = self.operation(operation["id"], wait=min(left, _LONGEST_POLL))
+        if operation["error"] is not None:
+            raise _daemon_error(operation["error"])
+        return operation["result"]
 
     # --- the wire ---------------------------------------------------------------------------
 
@@ -248,6 +365,16 @@ def _opened(directory: Path, file: str) -> Iterator[BinaryIO]:
             yield content
     except PermissionError:
         raise LoradError("path.permission", f"{path} cannot be read: permission denied") from None
+
+
+def _still_running(operation: wire.OperationInfo, seconds: float) -> LoradError:
+    return LoradError(
+        "operation.timeout",
+        f"{operation['action']} has not ended within {seconds:g} seconds; it goes on as "
+        f"{operation['id']}",
+        hint=f"`loractl operation {operation['id']} --wait` waits for it",
+        details={"operation": operation["id"]},
+    )
 
 
 def _unreachable(path: Path, error: OSError) -> LoradError:

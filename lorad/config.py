@@ -46,6 +46,11 @@ class ServerSection:
 class AdminSection:
     socket: str = option("", "Path of the admin socket. Empty: the runtime directory.")
     group: str = option("", "Group that may use the admin socket beside the daemon's user.")
+    read_group: str = option(
+        "",
+        "Group that may read over the admin socket and change nothing. With both groups, the "
+        "members of `group` must be in this one too, to reach the socket.",
+    )
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,28 @@ class MemorySection:
 class RegistrySection:
     path: str = option(
         "", "Directory of the registry and the version store. Empty: the state directory."
+    )
+    store: str = option(
+        "",
+        "Where versions lie: a directory, or s3://BUCKET/PREFIX (needs the extra s3). Empty: "
+        "`store` in the registry's directory.",
+    )
+    cache_bytes: int = option(
+        16 << 30, "With a store in S3: bytes of it kept on the local disk.", size=True
+    )
+    warm: int = option(
+        64,
+        "Versions loaded again after a restart, the last used first, as long as half of the "
+        "pages stay free.",
+        low=0,
+        high=4096,
+    )
+    keep: int = option(
+        0,
+        "Newest versions of an adapter that stay after a promote, beside those that something "
+        "refers to. 0: all.",
+        low=0,
+        high=10**6,
     )
 
 

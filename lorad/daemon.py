@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import uvicorn
 
-from lorad.adapter_ref import DEFAULT_TENANT, AdapterRef
-from lorad.adapters.peft_format import PeftAdapter, read_adapter
+from lorad import systemd
+from lorad.adapter_ref import DEFAULT_TENANT, AdapterName, AdapterRef
+from lorad.adapters.peft_format import PeftAdapter
+from lorad.adapters.spectrum import read_checked
 from lorad.adapters.weights import AdapterWeights, read_weights
 from lorad.config import Config
 from lorad.engine.async_engine import AsyncEngine
@@ -31,19 +33,26 @@ from lorad.model.chat_template import ChatTemplate
 from lorad.model.hub import model_directory
 from lorad.model.tokenizer import Tokenizer
 from lorad.paths import socket_path, state_dir
+from lorad.registry.records import Who
 from lorad.registry.registry import Registry
+from lorad.registry.warm_list import read_warm_list, write_warm_list
 from lorad.server.admin import build_admin_app
 from lorad.server.admin_transport import admin_server_config
 from lorad.server.app import build_public_app
+from lorad.server.canary_metrics import CanaryCollector
+from lorad.server.canary_watch import CanaryWatch
 from lorad.server.engine_metrics import metrics_source
 from lorad.server.limits import Limits
 from lorad.server.listener import public_listener
+from lorad.server.self_test import SelfTest
+from lorad.server.traffic import Traffic
 from lorad.sizing.model_shape import ModelShape, read_config
-from lorad.sockets import AdminSocket
+from lorad.sockets import AdminGroups, AdminSocket, PassedSocket
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+_WARM_LIST_SECONDS = 30.0  # between two looks at what has been used
 
 
 @dataclass(frozen=True)
@@ -70,9 +79,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
     started = time.monotonic()
     # The cheap things that can fail come before the model is read.
     with (
-        AdminSocket(
-            socket_path(config.admin.socket or None), group=config.admin.group or None
-        ) as admin,
+        _admin_socket(config) as admin,
         contextlib.closing(public_listener(config.server.host, config.server.port)) as public,
     ):
         keys = read_api_keys(Path(config.server.api_keys)) if config.server.api_keys else {}
@@ -89,25 +96,32 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
             )
             async with _running_engine(config, built, tokenizer) as engine:
                 stop = asyncio.Event()
-                metrics = metrics_source(engine.stats)
+                traffic = Traffic(engine, registry.find, CanaryWatch(_giving_up(registry)))
+                template = ChatTemplate.from_dir(directory, tokenizer.special_tokens)
+                canaries = CanaryCollector(registry.adapters, traffic.watch)
+                metrics = metrics_source(engine.stats, canaries)
                 public_app = build_public_app(
                     base_model=base_model,
-                    engine=engine,
+                    engine=traffic,
                     registry=registry,
                     tokenizer=tokenizer,
-                    chat_template=ChatTemplate.from_dir(directory, tokenizer.special_tokens),
+                    chat_template=template,
                     limits=Limits(built.max_model_len, shape.vocab_size),
                     api_keys=keys,
                     metrics_text=metrics,
-                    trouble=lambda: _trouble(engine),
+                    trouble=lambda: _trouble(engine, traffic),
                 )
                 admin_app = build_admin_app(
                     registry,
                     engine,
+                    traffic,
                     config=dict(config.items()),
                     shutdown=stop.set,
                     metrics=metrics,
-                    admin_gid=admin.gid,
+                    self_test=SelfTest(engine, tokenizer, template),
+                    stopping=stop.is_set,
+                    keep=config.registry.keep,
+                    groups=admin.groups,
                 )
                 servers = [
                     (_Server(_public_config(public_app)), public),
@@ -116,10 +130,70 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                 async with _serving(servers), _signals(stop):
                     await _warm_up(engine, registry, tokenizer)
                     announce(_ready(public, admin, base_model, built, engine, started))
-                    await stop.wait()
+                    systemd.notify("READY=1", f"STATUS=serving {base_model}")
+                    async with _beside(
+                        _warmth(engine, registry, traffic, config.registry.warm), _watchdog(engine)
+                    ):
+                        await stop.wait()
+                    systemd.notify("STOPPING=1")
                     log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
                     await engine.stop(config.server.drain_timeout)
                 log.info("stopped")
+
+
+def _admin_socket(config: Config) -> AdminSocket | PassedSocket:
+    groups = AdminGroups.named(config.admin.group, config.admin.read_group)
+    try:
+        passed = systemd.passed_socket()
+    except (ValueError, OSError) as error:
+        raise LoradError("config.invalid", f"socket activation: {error}") from None
+    if passed is not None:
+        return PassedSocket(passed, groups)
+    return AdminSocket(socket_path(config.admin.socket or None), groups)
+
+
+@contextlib.asynccontextmanager
+async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these until the body is done."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watchdog(engine: AsyncEngine) -> None:
+    """Tell systemd that the event loop and the engine's thread live, if it wants to know."""
+    interval = systemd.watchdog_seconds()
+    while interval is not None:
+        if engine.healthy:
+            systemd.notify("WATCHDOG=1")
+        await asyncio.sleep(interval)
+
+
+async def _warmth(engine: AsyncEngine, registry: Registry, traffic: Traffic, most: int) -> None:
+    """Load what an earlier life used last, then keep the list of this one."""
+    refs = await asyncio.to_thread(read_warm_list, registry.state, registry)
+    traffic.remember(refs)
+    for ref in refs[:most]:
+        stats = engine.stats()
+        if stats.free_pages * 2 < stats.total_pages:
+            break
+        try:
+            await engine.load_adapter(ref)
+        except LoradError as error:
+            log.warning("%s is not loaded again: %s", ref, error.message)
+    written = refs
+    try:
+        while True:
+            await asyncio.sleep(_WARM_LIST_SECONDS)
+            if (used := traffic.last_used()) != written:
+                await asyncio.to_thread(write_warm_list, registry.state, used)
+                written = used
+    finally:
+        write_warm_list(registry.state, traffic.last_used())
 
 
 # --- parts --------------------------------------------------------------------------------
@@ -179,10 +253,16 @@ async def _signals(stop: asyncio.Event) -> AsyncIterator[None]:
 @contextlib.contextmanager
 def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterator[Registry]:
     def check(directory: Path) -> PeftAdapter:
-        return read_adapter(directory, shape, max_lora_rank=config.engine.max_lora_rank)
+        return read_checked(directory, shape, max_lora_rank=config.engine.max_lora_rank)
 
     state = Path(config.registry.path).expanduser() if config.registry.path else state_dir()
-    registry = Registry.open(state, base_model, check)
+    registry = Registry.open(
+        state,
+        base_model,
+        check,
+        store=config.registry.store,
+        cache_bytes=config.registry.cache_bytes,
+    )
     try:
         yield registry
     finally:
@@ -265,7 +345,25 @@ def _base_name(model: str) -> str:
     return path.resolve().name if path.is_dir() else model.partition("@")[0]
 
 
-def _trouble(engine: AsyncEngine) -> str | None:
+def _giving_up(registry: Registry) -> Callable[[AdapterName, str, str], None]:
+    """Ends a canary from the event loop; the database is written in a thread."""
+    running: set[asyncio.Future[None]] = set()
+
+    def end(name: AdapterName, version: str, reason: str) -> None:
+        log.warning("the canary %s@%s ends: %s", name, version, reason)
+        registry.canaries.end(name, who=Who.daemon(), reason=reason, version=version)
+
+    def give_up(name: AdapterName, version: str, reason: str) -> None:
+        task = asyncio.get_running_loop().run_in_executor(None, end, name, version, reason)
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    return give_up
+
+
+def _trouble(engine: AsyncEngine, traffic: Traffic) -> str | None:
+    if traffic.draining:
+        return "the daemon is draining"
     if not engine.accepting:
         return "the daemon is stopping"
     return None if engine.healthy else "the engine thread has ended"
@@ -286,7 +384,7 @@ async def _warm_up(engine: AsyncEngine, registry: Registry, tokenizer: Tokenizer
 
 def _ready(
     public: socket.socket,
-    admin: AdminSocket,
+    admin: AdminSocket | PassedSocket,
     base_model: str,
     built: BuiltEngine,
     engine: AsyncEngine,

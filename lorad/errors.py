@@ -36,6 +36,8 @@ class ErrorClass(Enum):
 _INVALID = ErrorClass.INVALID_ADAPTER
 
 ERROR_CODES: dict[str, ErrorClass] = {
+    # The answer to a question that was asked is no.
+    "check.failed": ErrorClass.NEGATIVE,
     # What a person or a client typed.
     "usage.invalid": ErrorClass.USAGE,
     "name.invalid": ErrorClass.USAGE,
@@ -83,12 +85,16 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "adapter.alora_unsupported": _INVALID,
     "adapter.init_mutates_base": _INVALID,
     "adapter.too_large": _INVALID,
+    "selftest.failed": _INVALID,
     # Two things that cannot both be.
     "version.exists": ErrorClass.CONFLICT,
     "version.live": ErrorClass.CONFLICT,
     "version.failed": ErrorClass.CONFLICT,
     "version.pinned": ErrorClass.CONFLICT,
+    "version.canary": ErrorClass.CONFLICT,
+    "canary.no_live": ErrorClass.CONFLICT,
     "generation.changed": ErrorClass.CONFLICT,
+    "idempotency.conflict": ErrorClass.CONFLICT,
     "rollback.no_previous": ErrorClass.CONFLICT,
     "upload.incomplete": ErrorClass.CONFLICT,
     "daemon.already_running": ErrorClass.CONFLICT,
@@ -102,6 +108,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "store.no_space": ErrorClass.NO_CAPACITY,
     "daemon.unreachable": ErrorClass.UNREACHABLE,
     "daemon.stopping": ErrorClass.UNREACHABLE,
+    "daemon.draining": ErrorClass.UNREACHABLE,
     "operation.timeout": ErrorClass.TIMEOUT,
     "drain.timeout": ErrorClass.TIMEOUT,
     # What went wrong on our side.

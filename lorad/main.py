@@ -61,6 +61,9 @@ def start(
     registry: Annotated[
         str | None, typer.Option(help="Directory of the registry and the version store.")
     ] = None,
+    registry_keep: Annotated[
+        int | None, typer.Option(help="Newest versions that stay after a promote; 0: all.")
+    ] = None,
     api_keys: Annotated[str | None, typer.Option(help="File of bearer keys.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: ConfigFile = None,
@@ -94,6 +97,7 @@ def start(
         "memory.slab_bytes": slab_bytes,
         "memory.gpu_memory_utilization": gpu_memory_utilization,
         "registry.path": registry,
+        "registry.keep": registry_keep,
         "log.level": log_level,
     }
     with _reported():

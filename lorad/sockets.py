@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 from lorad.errors import LoradError
 
@@ -26,6 +27,27 @@ _MAX_PATH = 107  # bytes of sun_path, less the terminating NUL
 _SO_PEERGROUPS = 59  # Linux; the socket module does not name it
 _PEERCRED = struct.Struct("3i")
 _MAX_GROUPS = 1024
+
+
+Role = Literal["admin", "read", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminGroups:
+    """Groups whose members may use the admin socket, besides root and the daemon's own user."""
+
+    admin: int | None = None
+    read: int | None = None
+
+    @classmethod
+    def named(cls, admin: str, read: str) -> AdminGroups:
+        """Raises `config.invalid` for a group that does not exist; "" is none."""
+        return cls(group_id(admin) if admin else None, group_id(read) if read else None)
+
+    @property
+    def of_socket(self) -> int | None:
+        """The one group that a file can have. With both, admins must be in the read group too."""
+        return self.admin if self.read is None else self.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +66,14 @@ class Peer:
         pid, uid, gid = _PEERCRED.unpack(raw)
         return cls(pid, uid, gid, _peer_groups(connection))
 
-    def is_admin(self, admin_gid: int | None = None) -> bool:
-        """Root, the daemon's own user, or a member of the admin group."""
-        return self.uid in (0, os.geteuid()) or (
-            admin_gid is not None and admin_gid in (self.gid, *self.groups)
-        )
+    def role(self, groups: AdminGroups) -> Role:
+        """Root, the daemon's own user and the admin group may do everything."""
+        if self.uid in (0, os.geteuid()) or self._is_in(groups.admin):
+            return "admin"
+        return "read" if self._is_in(groups.read) else "none"
+
+    def _is_in(self, gid: int | None) -> bool:
+        return gid is not None and gid in (self.gid, *self.groups)
 
 
 def _peer_groups(connection: socket.socket) -> tuple[int, ...]:
@@ -71,20 +96,43 @@ def group_id(name: str) -> int:
         ) from None
 
 
+_NOBODY = AdminGroups()
+
+
+class PassedSocket:
+    """A listening UNIX socket that a service manager made: its file and modes are not ours."""
+
+    def __init__(self, listener: socket.socket, groups: AdminGroups = _NOBODY) -> None:
+        self.path = Path(os.fsdecode(listener.getsockname()))
+        self.groups = groups
+        self.socket = listener
+        self.socket.setblocking(False)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> PassedSocket:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class AdminSocket:
     """A bound and listening UNIX socket. Closing it removes the file, if it is still ours."""
 
-    def __init__(self, path: Path, *, group: str | None = None) -> None:
-        """Bind `path`: mode 0600, or 0660 for `group`; its directory 0700, or 0750.
+    def __init__(self, path: Path, groups: AdminGroups = _NOBODY) -> None:
+        """Bind `path`: mode 0600, or 0660 for a group; its directory 0700, or 0750.
 
         Raises `daemon.already_running` (another process holds the lock), `socket.in_use`
         (something else listens there), `socket.permission` or `config.invalid`.
         """
         self.path = path
-        self.gid = group_id(group) if group else None
+        self.groups = groups
+        self._gid = groups.of_socket
         _check_length(path)
         try:
-            _prepare_directory(path.parent, self.gid)
+            _prepare_directory(path.parent, self._gid)
             self._lock = _take_lock(path)
         except OSError as error:
             raise _permission(f"cannot make the admin socket {path}: {error.strerror}") from None
@@ -106,8 +154,8 @@ class AdminSocket:
                 listener.bind(str(self.path))
             finally:
                 os.umask(mask)
-            if self.gid is not None:
-                os.chown(self.path, -1, self.gid)
+            if self._gid is not None:
+                os.chown(self.path, -1, self._gid)
                 self.path.chmod(0o660)
             self._identity = _identity(self.path)
             listener.listen(_BACKLOG)

@@ -25,8 +25,14 @@ STATUS = f"{PREFIX}/status"
 CONFIG = f"{PREFIX}/config"
 METRICS = f"{PREFIX}/metrics"
 STEPS = f"{PREFIX}/steps"
+OPENAPI = f"{PREFIX}/openapi.json"
 ADAPTERS = f"{PREFIX}/adapters"
 UPLOADS = f"{PREFIX}/uploads"
+OPERATIONS = f"{PREFIX}/operations"
+EVENTS = f"{PREFIX}/events"
+GC = f"{PREFIX}/gc"
+DRAIN = f"{PREFIX}/drain"
+RESUME = f"{PREFIX}/resume"
 SHUTDOWN = f"{PREFIX}/shutdown"
 # vLLM's names, so that scripts written for it work with `curl --unix-socket`.
 VLLM_LOAD = f"{PREFIX}/load_lora_adapter"
@@ -42,6 +48,10 @@ def adapter_path(name: str) -> str:
 
 def version_path(name: str, label: str) -> str:
     return f"{adapter_path(name)}/versions/{quote(label, safe='')}"
+
+
+def operation_path(operation_id: str) -> str:
+    return f"{OPERATIONS}/{quote(operation_id, safe='')}"
 
 
 def upload_file_path(upload_id: str, file: str) -> str:
@@ -88,6 +98,26 @@ class VersionInfo(TypedDict):
     residency: ResidencyInfo
 
 
+class CountsInfo(TypedDict):
+    """One version's requests since the canary began; `ttft_seconds` is a sum over first_tokens."""
+
+    requests: int
+    errors: int
+    nonfinite: int
+    prompt_tokens: int
+    generated_tokens: int
+    first_tokens: int
+    ttft_seconds: float
+
+
+class CanaryInfo(TypedDict):
+    version: str
+    percent: float
+    auto_rollback: bool
+    since: float
+    counts: dict[str, CountsInfo]  # of the live version and of the canary, by label
+
+
 class AdapterInfo(TypedDict):
     """`name` as people write it; `model` is what a request puts into its model field."""
 
@@ -95,16 +125,19 @@ class AdapterInfo(TypedDict):
     generation: int
     live: str | None
     live_since: float | None
+    canary: CanaryInfo | None
     created_at: float
     versions: list[VersionInfo]
 
 
 class AdapterList(TypedDict):
+    cursor: int  # id of the last event that the list knows
     adapters: list[AdapterInfo]
 
 
 class EventInfo(TypedDict):
     id: int
+    name: str
     at: float
     who: WhoInfo
     action: str
@@ -112,6 +145,7 @@ class EventInfo(TypedDict):
     to_version: str | None
     generation: int
     reason: str
+    percent: float | None  # that a canary got
 
 
 class History(TypedDict):
@@ -158,6 +192,33 @@ class MoveResult(TypedDict):
     dry_run: bool
 
 
+class SelfTestInfo(TypedDict):
+    """`effect`: the largest change of a log-probability against the base model, in nats."""
+
+    prompts: int
+    effect: float
+
+
+class PromoteResult(MoveResult):
+    """`self_test` is None when nothing was tried: a dry run, or it was live already."""
+
+    self_test: NotRequired[SelfTestInfo | None]
+    checks: NotRequired[int]  # that were passed
+
+
+class CanaryResult(TypedDict):
+    """The canary of a name afterwards; `version` is None and `percent` 0 when there is none."""
+
+    name: str
+    from_version: str | None
+    version: str | None
+    percent: float
+    auto_rollback: bool
+    generation: int
+    changed: bool
+    dry_run: bool
+
+
 class LoadResult(TypedDict):
     name: str
     version: str
@@ -193,6 +254,51 @@ class DeleteResult(TypedDict):
     dry_run: bool
 
 
+class SkippedInfo(TypedDict):
+    ref: str  # name@version
+    why: str
+
+
+class GcResult(TypedDict):
+    """`deleted` are name@version; with `dry_run`, those that would be."""
+
+    keep: int
+    deleted: list[str]
+    skipped: list[SkippedInfo]
+    freed_bytes: int
+    changed: bool
+    dry_run: bool
+
+
+class DrainResult(TypedDict):
+    draining: bool
+    running: int  # requests, those that wait among them
+    changed: bool
+    dry_run: bool
+
+
+class OperationInfo(TypedDict):
+    """A change that was asked for with `Prefer: respond-async`."""
+
+    id: str
+    action: str
+    target: str
+    state: str  # running | succeeded | failed
+    who: WhoInfo
+    started_at: float
+    ended_at: float | None
+    result: dict[str, Any] | None  # what the change answers, once it has succeeded
+    error: dict[str, Any] | None  # the error object, once it has failed
+
+
+class OperationAccepted(TypedDict):
+    operation: OperationInfo
+
+
+class OperationList(TypedDict):
+    operations: list[OperationInfo]
+
+
 class EngineInfo(TypedDict):
     """messages.EngineStats without the list of adapters."""
 
@@ -209,6 +315,23 @@ class EngineInfo(TypedDict):
     host_cache_bytes: int
 
 
+class StoreInfo(TypedDict):
+    """The disk of the registry."""
+
+    path: str
+    free_bytes: int
+    total_bytes: int
+
+
+class TtftInfo(TypedDict):
+    """Times to the first token of the last requests, in seconds; "base" among the versions."""
+
+    requests: int
+    p50: float | None
+    p99: float | None
+    p50_by_version: dict[str, float]
+
+
 class StatusInfo(TypedDict):
     daemon_version: str
     api_version: int
@@ -218,6 +341,11 @@ class StatusInfo(TypedDict):
     base_model: str
     adapters: int
     live_adapters: int
+    canaries: int
+    draining: bool
+    role: str  # of the asking peer: admin | read
+    store: StoreInfo
+    ttft: TtftInfo
     failed_versions: int
     tiers: dict[str, int]  # residency -> number of adapter contents the engine knows
     engine: EngineInfo

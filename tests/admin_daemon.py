@@ -102,25 +102,34 @@ def make_engine(state: Path) -> Any:
 def serve(state: Path, path: Path) -> None:
     import uvicorn
 
-    from lorad.adapters.peft_format import read_adapter
+    from lorad.adapters.spectrum import read_checked
     from lorad.registry.registry import Registry
     from lorad.server.admin import build_admin_app
     from lorad.server.admin_context import AdminLimits
     from lorad.server.admin_transport import AdminProtocol, admin_server_config
-    from lorad.sockets import AdminSocket
+    from lorad.server.canary_watch import CanaryWatch
+    from lorad.server.traffic import Traffic
+    from lorad.sockets import AdminGroups, AdminSocket
 
     AdminProtocol.header_seconds = 1.0
     AdminProtocol.max_connections = 16
-    check = partial(read_adapter, shape=SHAPE, max_lora_rank=MAX_RANK)
+    AdminProtocol.max_of_one_process = 12
+    check = partial(read_checked, shape=SHAPE, max_lora_rank=MAX_RANK)
     registry = Registry.open(state, BASE, check)
     limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=1.0, read_timeout=1.0)
-    with AdminSocket(path) as admin:
+    engine = make_engine(state)
+    traffic = Traffic(engine, registry.find, CanaryWatch(lambda *_: None))
+    groups = AdminGroups.named("", os.environ.get("LORAD_TEST_READ_GROUP", ""))
+    with AdminSocket(path, groups) as admin:
         app = build_admin_app(
             registry,
-            make_engine(state),
+            engine,
+            traffic,
             config={"model": {"id": BASE}},
             shutdown=lambda: setattr(server, "should_exit", True),
             limits=limits,
+            groups=groups,
+            stopping=lambda: server.should_exit,
         )
         server = uvicorn.Server(admin_server_config(app))
         print("ready", flush=True)

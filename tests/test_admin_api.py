@@ -21,12 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lorad.server.admin import DAEMON_ROUTES
-from lorad.server.admin_adapters import READ_ROUTES
-from lorad.server.admin_changes import CHANGE_ROUTES
-from lorad.server.admin_residency import RESIDENCY_ROUTES
-from lorad.server.admin_uploads import UPLOAD_ROUTES
-from lorad.server.admin_vllm import VLLM_ROUTES
+from lorad.server.admin import ROUTES
 
 DAEMON = Path(__file__).with_name("admin_daemon.py")
 _SHARED = runpy.run_path(str(DAEMON))
@@ -178,7 +173,7 @@ def test_put_answers_with_the_sha256_of_what_came(daemon: Daemon, adapters: list
 def test_dry_run_of_a_push_leaves_nothing(daemon: Daemon, adapters: list[Path]) -> None:
     would = daemon.push(adapters[0], dry_run=1).json()
     assert (would["outcome"], would["changed"], would["dry_run"]) == ("created", True, True)
-    assert daemon.get("/v1/adapters") == {"adapters": []}
+    assert daemon.get("/v1/adapters")["adapters"] == []
     assert daemon.staged() == []
 
 
@@ -210,7 +205,7 @@ def test_bad_adapters_are_refused_with_a_hint_and_leave_nothing(
         assert answer.json()["error"]["hint"]
         assert str(daemon.state) not in answer.text  # where the daemon keeps things is its own
     assert daemon.staged() == []
-    assert daemon.get("/v1/adapters") == {"adapters": []}
+    assert daemon.get("/v1/adapters")["adapters"] == []
 
 
 def test_incomplete_upload_can_go_on(daemon: Daemon, adapters: list[Path]) -> None:
@@ -362,6 +357,8 @@ def test_promote_loads_first_and_then_moves_the_name(tinker: Daemon) -> None:
         "generation": 2,
         "changed": True,
         "dry_run": False,
+        "self_test": None,  # this daemon has no engine to try it with
+        "checks": 0,
     }
     version = tinker.get("/v1/adapters/tinker/versions/v2")
     assert (version["live"], version["residency"]["tier"]) == (True, "device")
@@ -459,6 +456,44 @@ def test_dry_runs_change_nothing(tinker: Daemon) -> None:
         tinker.get("/v1/adapters/tinker"),
         tinker.get("/v1/adapters/tinker/history"),
     )
+
+
+def test_canary(tinker: Daemon) -> None:
+    path = "/v1/adapters/tinker:canary"
+    would = tinker.post(f"{path}?dry_run=1", {"percent": 5}).json()
+    assert (would["version"], would["changed"], would["dry_run"]) == ("v3", True, True)
+    begun = tinker.post(path, {"percent": 5, "version": "v2"}, headers={"if-match": "1"}).json()
+    assert begun == {
+        "name": "tinker",
+        "from_version": None,
+        "version": "v2",
+        "percent": 5.0,
+        "auto_rollback": False,
+        "generation": 2,
+        "changed": True,
+        "dry_run": False,
+    }
+    shown = tinker.get("/v1/adapters/tinker")
+    assert shown["live"] == "v1"
+    assert set(shown["canary"]["counts"]) == {"v1", "v2"}
+    assert tinker.get("/v1/adapters/tinker/versions/v2")["residency"]["tier"] == "device"
+    assert tinker.post(path, {"percent": 5}).json()["changed"] is False
+    assert tinker.post(path, {"percent": 9}).json()["version"] == "v2"
+    unload = tinker.post("/v1/adapters/tinker/versions/v2:unload")
+    assert error(unload) == (409, "version.canary")
+    for body in ({}, {"percent": 101}, {"percent": True}, {"percent": 0, "version": "v2"}):
+        assert error(tinker.post(path, body)) == (400, "request.invalid")
+    assert error(tinker.post(path, {"percent": 5, "version": "v1"})) == (409, "version.live")
+    ended = tinker.post(path, {"percent": 0}).json()
+    assert (ended["from_version"], ended["version"], ended["changed"]) == ("v2", None, True)
+    assert tinker.get("/v1/adapters/tinker")["canary"] is None
+
+
+def test_canary_that_cannot_be_loaded_gets_no_requests(tinker: Daemon) -> None:
+    tinker.flag("full")
+    refused = tinker.post("/v1/adapters/tinker:canary", {"percent": 5})
+    assert error(refused) == (503, "memory.no_capacity")
+    assert tinker.get("/v1/adapters/tinker")["canary"] is None
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -613,11 +648,7 @@ def test_curl_works_as_the_manual_says(tinker: Daemon) -> None:
 
 def test_manual_names_every_route() -> None:
     text = (Path(__file__).parent.parent / "docs" / "admin-api.md").read_text()
-    routes = [
-        *(*DAEMON_ROUTES, *UPLOAD_ROUTES, *VLLM_ROUTES),
-        *(*RESIDENCY_ROUTES, *CHANGE_ROUTES, *READ_ROUTES),
-    ]
-    for route in routes:
+    for route in ROUTES:
         path, _, verb = route.path.replace("{name:path}", "{name}").partition(":")
         assert (f":{verb}`" if verb else path) in text, route.path
         assert any(method in text for method in route.methods or ())

@@ -142,7 +142,7 @@ class RegistryDouble:
     def live_adapters(self) -> list[Live]:
         return [Live(AdapterName.parse(name), "v2", 1700000000.5) for name in self.names]
 
-    def resolve(self, model: str) -> AdapterRef:
+    def resolve(self, model: str, sticky: str | None = None) -> AdapterRef:
         name, version = split_version(model)
         if str(name) not in self.names:
             raise LoradError("adapter.not_found", f"there is no adapter {name}")
@@ -884,7 +884,7 @@ def test_ignored_fields_are_told_and_cannot_break_the_header(site: Site) -> None
     }
     response = site.post("/v1/completions", json=body)
     told = response.headers["x-lorad-ignored-fields"].split(", ")
-    assert told[:2] == ["user", "made_up"] and len(told) == 32
+    assert told[:2] == ["made_up", "f0"] and len(told) == 32
     assert "x-evil" not in response.headers
     plain = site.post("/v1/completions", json={"model": BASE, "prompt": "x"})
     assert "x-lorad-ignored-fields" not in plain.headers

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lorad.errors import LoradError
-from lorad.sockets import AdminSocket, Peer
+from lorad.sockets import AdminGroups, AdminSocket, Peer
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to act as another user")
 
@@ -41,15 +41,15 @@ def test_socket_is_for_its_owner_alone(path: Path) -> None:
 
 @as_root
 def test_admin_group_may_open_the_socket(path: Path) -> None:
-    with AdminSocket(path, group="daemon") as bound:
+    with AdminSocket(path, AdminGroups.named("daemon", "")) as bound:
         assert mode(path) == 0o660
         assert mode(path.parent) == 0o750
-        assert path.stat().st_gid == path.parent.stat().st_gid == bound.gid
+        assert path.stat().st_gid == path.parent.stat().st_gid == bound.groups.admin
 
 
 def test_unknown_group_is_a_config_error(path: Path) -> None:
     with pytest.raises(LoradError) as caught:
-        AdminSocket(path, group="no-such-group")
+        AdminSocket(path, AdminGroups.named("", "no-such-group"))
     assert caught.value.code == "config.invalid"
 
 
@@ -83,7 +83,7 @@ def test_socket_left_by_a_killed_daemon_is_replaced(path: Path) -> None:
     script = f"""
         import os, signal
         from pathlib import Path
-        from lorad.sockets import AdminSocket
+        from lorad.sockets import AdminGroups, AdminSocket
         bound = AdminSocket(Path({str(path)!r}))
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -170,12 +170,18 @@ def test_kernel_names_the_peer(path: Path) -> None:
             client.communicate(b"\n")
     assert (peer.pid, peer.uid, peer.gid) == (client.pid, os.geteuid(), os.getegid())
     assert set(peer.groups) == set(os.getgroups())
-    assert peer.is_admin()
+    assert peer.role(AdminGroups()) == "admin"
 
 
-def test_admins_are_root_this_user_and_the_group() -> None:
+def test_roles_are_those_of_the_groups() -> None:
     stranger = Peer(pid=1, uid=4_000_000, gid=7, groups=(8, 9))
-    assert not stranger.is_admin()
-    assert not stranger.is_admin(admin_gid=6)
-    assert stranger.is_admin(admin_gid=7)
-    assert stranger.is_admin(admin_gid=9)
+    assert stranger.role(AdminGroups()) == "none"
+    assert stranger.role(AdminGroups(admin=6, read=5)) == "none"
+    assert stranger.role(AdminGroups(admin=7)) == "admin"
+    assert stranger.role(AdminGroups(admin=9, read=7)) == "admin"
+    assert stranger.role(AdminGroups(admin=6, read=8)) == "read"
+
+
+def test_with_two_groups_the_file_is_the_readers(path: Path) -> None:
+    with AdminSocket(path, AdminGroups.named("daemon", "mail")) as bound:
+        assert path.stat().st_gid == bound.groups.read != bound.groups.admin

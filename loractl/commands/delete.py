@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from loractl.options import DryRunOption, JsonOption, RefArgument, SocketOption, TimeoutOption
+from loractl.options import (
+    DetachOption,
+    DryRunOption,
+    JsonOption,
+    RefArgument,
+    SocketOption,
+    TimeoutOption,
+)
 from loractl.output import end_dry_run, print_json, printable, reported
 from lorad.adapter_ref import split_version
 from lorad.admin_client import AdminClient
@@ -21,6 +28,7 @@ def delete(
         bool, typer.Option("--force", help="Delete an adapter although it is live or pinned.")
     ] = False,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
@@ -36,7 +44,9 @@ def delete(
             )
         if not (yes or dry_run):
             _ask(f"delete {name}@{label}" if label else f"delete {name} and all its versions")
-        result = AdminClient(socket, timeout).delete(str(name), label, force=force, dry_run=dry_run)
+        result = AdminClient(socket, timeout, detach=detach).delete(
+            str(name), label, force=force, dry_run=dry_run
+        )
     if json:
         print_json("lorad/delete/v1", result)
     else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pwd
 from typing import Annotated
 
 import typer
 
 from loractl.options import JsonOption, NameArgument, SocketOption, TimeoutOption
-from loractl.output import local_time, print_columns, print_json, reported
+from loractl.output import local_time, print_columns, print_json, reported, user_name
 from lorad import wire
 from lorad.adapter_ref import AdapterName
 from lorad.admin_client import AdminClient
@@ -37,7 +36,7 @@ def history(
 def _row(event: wire.EventInfo) -> tuple[object, ...]:
     return (
         local_time(event["at"]),
-        _user(event["who"]["uid"]),
+        user_name(event["who"]["uid"]),
         event["who"]["pid"],
         event["action"],
         event["from_version"] or "-",
@@ -45,10 +44,3 @@ def _row(event: wire.EventInfo) -> tuple[object, ...]:
         event["generation"],
         event["reason"],
     )
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from loractl.commands.events import print_event
 from loractl.options import (
     IntervalOption,
     JsonOption,
@@ -15,6 +16,7 @@ from loractl.options import (
 )
 from loractl.output import human_bytes, note, print_columns, print_json, reported, watched
 from lorad import wire
+from lorad.adapter_ref import AdapterName
 from lorad.admin_client import AdminClient
 
 _HEADER = ("NAME", "LIVE", "VERSIONS", "RANK", "SIZE", "TIER", "RUNNING", "WAITING")
@@ -30,7 +32,10 @@ def list_adapters(
     timeout: TimeoutOption = 30.0,
     json: JsonOption = False,
 ) -> None:
-    """List the adapters: live version, rank, size, and the tier of memory it is in."""
+    """List the adapters: live version, rank, size, and the tier of memory it is in.
+
+    With --watch and --json: the list on one line, then each change of it on a line of its own.
+    """
     client = AdminClient(socket, timeout)
 
     def show() -> None:
@@ -43,7 +48,18 @@ def list_adapters(
             note("no adapters: loractl push NAME DIRECTORY makes the first")
 
     with reported(json):
+        if watch and json:
+            _follow(client, tenant)
         watched(show, interval=interval, on=watch)
+
+
+def _follow(client: AdminClient, tenant: str | None) -> None:
+    """The list says up to which event it is, so that nothing between is lost."""
+    found = client.adapters(tenant)
+    print_json("lorad/adapters/v1", found, line=True)
+    for event in client.events(found["cursor"], follow=True):
+        if tenant in (None, AdapterName.parse(event["name"]).tenant):
+            print_event(event, as_json=True)
 
 
 def _row(adapter: wire.AdapterInfo) -> tuple[object, ...]:

@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from loractl.options import DryRunOption, JsonOption, RefArgument, SocketOption, TimeoutOption
+from loractl.options import (
+    DetachOption,
+    DryRunOption,
+    JsonOption,
+    RefArgument,
+    SocketOption,
+    TimeoutOption,
+)
 from loractl.output import end_dry_run, human_bytes, print_json, printable, reported
 from loractl.refs import one_version
 from lorad.admin_client import AdminClient
@@ -18,13 +25,14 @@ def load(
         bool, typer.Option("--pin", help="Keep it loaded, also after a restart.")
     ] = False,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
 ) -> None:
     """Bring a version onto the device now, so that its first request does not wait."""
     with reported(json):
-        client = AdminClient(socket, timeout)
+        client = AdminClient(socket, timeout, detach=detach)
         name, label = one_version(client, ref)
         result = client.load(name, label, pin=pin, dry_run=dry_run)
     if json:
@@ -48,13 +56,14 @@ def unload(
         float, typer.Option(min=0, help="Seconds to wait for its running requests.")
     ] = 30.0,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
 ) -> None:
     """Free a version's memory. It stays in the registry, and a request loads it again."""
     with reported(json):
-        client = AdminClient(socket, timeout)
+        client = AdminClient(socket, timeout, detach=detach)
         name, label = one_version(client, ref)
         result = client.unload(
             name, label, force=force, drain_timeout=drain_timeout, dry_run=dry_run

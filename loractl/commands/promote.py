@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from loractl.options import (
+    DetachOption,
     DryRunOption,
     GenerationOption,
     JsonOption,
@@ -16,11 +18,16 @@ from loractl.options import (
     SocketOption,
     TimeoutOption,
 )
-from loractl.output import end_dry_run, print_json, printable, reported
+from loractl.output import end_dry_run, note, print_json, printable, reported
+from loractl.refs import name_and_version
 from lorad import wire
-from lorad.adapter_ref import AdapterName, check_version_label, split_version
+from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.admin_client import AdminClient
 from lorad.errors import LoradError
+
+# Nats. Rounding alone moves a log-probability by about 1e-6 in float32; an adapter that was
+# trained moves some of them by whole nats.
+_NO_EFFECT = 1e-4
 
 
 def promote(
@@ -29,22 +36,39 @@ def promote(
         str | None,
         typer.Argument(metavar="[VERSION]", help="Version; the newest if not given."),
     ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            "--check",
+            metavar="FILE",
+            help="Prompts that it must answer rightly first: JSON lines with prompt (or messages) "
+            "and must_contain (or tokens).",
+            show_default=False,
+        ),
+    ] = None,
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
 ) -> None:
-    """Make a version live: loaded first, then switched in one step.
+    """Make a version live: loaded and tried first, then switched in one step.
 
-    Running requests end on the version they began with.
+    Exit 1 if it fails a check. Running requests end on the version they began with.
     """
     with reported(json):
-        name, label = _name_and_version(ref, version)
-        moved = AdminClient(socket, timeout).promote(
-            str(name), label, reason=reason, generation=if_generation, dry_run=dry_run
+        name, label = name_and_version(ref, version)
+        moved = AdminClient(socket, timeout, detach=detach).promote(
+            str(name),
+            label,
+            reason=reason,
+            generation=if_generation,
+            checks=read_checks(check) if check else (),
+            dry_run=dry_run,
         )
+    _warn(moved)
     _print("lorad/promote/v1", moved, as_json=json)
 
 
@@ -57,6 +81,7 @@ def rollback(
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 120.0,
     json: JsonOption = False,
@@ -65,20 +90,37 @@ def rollback(
     with reported(json):
         target = AdapterName.parse(name)
         label = check_version_label(to) if to is not None else None
-        moved = AdminClient(socket, timeout).rollback(
+        moved = AdminClient(socket, timeout, detach=detach).rollback(
             str(target), label, reason=reason, generation=if_generation, dry_run=dry_run
         )
     _print("lorad/rollback/v1", moved, as_json=json)
 
 
-def _name_and_version(ref: str, version: str | None) -> tuple[AdapterName, str | None]:
-    """`NAME VERSION` and `NAME@VERSION` mean the same."""
-    name, label = split_version(ref)
-    if version is None:
-        return name, label
-    if label is not None:
-        raise LoradError("usage.invalid", f"the version is given twice: {label} and {version}")
-    return name, check_version_label(version)
+def read_checks(file: Path) -> list[dict[str, Any]]:
+    """One JSON object a line; empty lines are passed over."""
+    try:
+        lines = file.expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoradError("path.not_found", f"cannot read {file}: {error}") from None
+    return [_check(file, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+
+
+def _check(file: Path, number: int, line: str) -> dict[str, Any]:
+    from json import loads
+
+    try:
+        found = loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise LoradError("usage.invalid", f"{file}:{number} is not a JSON object")
+    return found
+
+
+def _warn(moved: wire.PromoteResult) -> None:
+    tested = moved.get("self_test")
+    if tested and tested["effect"] < _NO_EFFECT:
+        note("warning: its answers to the self-test are those of the base model")
 
 
 def _print(schema: str, moved: wire.MoveResult, *, as_json: bool) -> None:

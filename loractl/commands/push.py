@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from loractl.options import (
+    DetachOption,
     DryRunOption,
     GenerationOption,
     JsonOption,
@@ -20,16 +21,22 @@ from loractl.options import (
     TimeoutOption,
 )
 from loractl.output import end_dry_run, human_bytes, note, print_json, printable, reported
+from loractl.sources import adapter_directory
 from lorad import wire
 from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.admin_client import AdminClient, Progress
+from lorad.errors import LoradError
 
 
 def push(
     name: NameArgument,
-    directory: Annotated[
-        Path,
-        typer.Argument(help="Adapter directory as PEFT's save_pretrained writes it."),
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Directory as PEFT's save_pretrained writes it, hf://ORG/REPO[@REVISION], "
+            "or s3://BUCKET/PREFIX.",
+        ),
     ],
     version: Annotated[
         str | None,
@@ -40,6 +47,7 @@ def push(
     reason: ReasonOption = "",
     if_generation: GenerationOption = None,
     dry_run: DryRunOption = False,
+    detach: DetachOption = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = 600.0,
     json: JsonOption = False,
@@ -50,11 +58,20 @@ def push(
     """
     with reported(json):
         target = str(AdapterName.parse(name))
+        if detach and promote:
+            raise LoradError(
+                "usage.invalid",
+                "--detach ends with the upload, so there is nothing to promote yet",
+                hint="promote in a second command",
+            )
         label = check_version_label(version) if version is not None else None
-        client = AdminClient(socket, timeout)
-        with _progress(directory, hidden=json) as progress:
+        client = AdminClient(socket, timeout, detach=detach)
+        with (
+            adapter_directory(source) as directory,
+            _progress(directory, hidden=json) as progress,
+        ):
             pushed = client.push(
-                directory.expanduser(),
+                directory,
                 target,
                 label=label,
                 message=message,
@@ -101,7 +118,7 @@ def _progress(directory: Path, *, hidden: bool) -> Iterator[Progress]:
 
     from loractl.output import console
 
-    files = (directory.expanduser() / file for file in wire.ADAPTER_FILES)
+    files = (directory / file for file in wire.ADAPTER_FILES)
     total = sum(file.stat().st_size for file in files if file.is_file())
     with Bar(console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("push", total=total)

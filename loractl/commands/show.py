@@ -18,6 +18,7 @@ from lorad import wire
 from lorad.adapter_ref import split_version
 from lorad.admin_client import AdminClient
 
+_COUNTS_HEADER = ("VERSION", "REQUESTS", "ERRORS", "NAN", "TOKENS", "MEAN TTFT")
 _HEADER = ("VERSION", "LIVE", "RANK", "TARGETS", "SIZE", "TIER", "PINNED", "PUSHED", "MESSAGE")
 
 
@@ -50,19 +51,40 @@ def _print_adapter(adapter: wire.AdapterInfo) -> None:
             "live": adapter["live"] or "none",
             "live since": local_time(adapter["live_since"]),
             "generation": adapter["generation"],
+            **_canary_field(adapter["canary"]),
         }
     )
+    if adapter["canary"]:
+        typer.echo("")
+        rows = (_counts_row(label, c) for label, c in adapter["canary"]["counts"].items())
+        print_columns(_COUNTS_HEADER, rows)
     typer.echo("")
-    print_columns(_HEADER, (_row(version) for version in adapter["versions"]))
+    canary = adapter["canary"]["version"] if adapter["canary"] else None
+    print_columns(_HEADER, (_row(version, canary) for version in adapter["versions"]))
     for version in adapter["versions"]:
         if version["failure"]:
             note(f"{version['version']} failed: {version['failure']}")
 
 
-def _row(version: wire.VersionInfo) -> tuple[object, ...]:
+def _canary_field(canary: wire.CanaryInfo | None) -> dict[str, object]:
+    if canary is None:
+        return {}
+    guard = ", ends by itself when it fails" if canary["auto_rollback"] else ""
+    since = local_time(canary["since"])
+    return {"canary": f"{canary['version']}, {canary['percent']:g} % since {since}{guard}"}
+
+
+def _counts_row(label: str, counts: wire.CountsInfo) -> tuple[object, ...]:
+    first = counts["first_tokens"]
+    ttft = f"{counts['ttft_seconds'] / first * 1000:.0f} ms" if first else "-"
+    tokens = counts["generated_tokens"]
+    return label, counts["requests"], counts["errors"], counts["nonfinite"], tokens, ttft
+
+
+def _row(version: wire.VersionInfo, canary: str | None) -> tuple[object, ...]:
     return (
         version["version"],
-        "live" if version["live"] else "",
+        "live" if version["live"] else "canary" if version["version"] == canary else "",
         version["rank"],
         ",".join(version["targets"]),
         human_bytes(version["bytes"]),

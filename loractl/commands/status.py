@@ -51,7 +51,9 @@ def _print(found: wire.StatusInfo) -> None:
             "daemon": f"lorad {found['daemon_version']}, pid {found['pid']}, uid {found['uid']}",
             "up": _duration(time.time() - found["started_at"]),
             "base model": found["base_model"],
-            "adapters": f"{found['adapters']} ({found['live_adapters']} live)",
+            **({"draining": "yes: new requests are refused"} if found["draining"] else {}),
+            "adapters": f"{found['adapters']} ({found['live_adapters']} live, "
+            f"{found['canaries']} with a canary)",
             "failed": f"{found['failed_versions']} versions",
             "in memory": tiers or "none",
             "requests": f"{engine['running']} running, {engine['waiting']} waiting",

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ import numpy.typing as npt
 
 from lorad.adapters.findings import Finding
 from lorad.adapters.lora_modules import LoraModule
-from lorad.adapters.peft_format import ByteSource, TensorEntry
+from lorad.adapters.peft_format import ByteSource, PeftAdapter, TensorEntry, open_adapter
 from lorad.errors import LoradError
+from lorad.sizing.model_shape import ModelShape
 
 Matrix = npt.NDArray[np.float64]
 _SHOWN = 5
@@ -78,6 +80,15 @@ def measure(
     if broken:
         raise _nonfinite(broken)
     return stats, list(_zero_findings(stats))
+
+
+def read_checked(
+    directory: Path, shape: ModelShape | None, *, max_lora_rank: int | None = None
+) -> PeftAdapter:
+    """`read_adapter` that reads the values too: NaN is refused, a zero delta is a warning."""
+    with open_adapter(directory, shape, max_lora_rank=max_lora_rank) as (adapter, source):
+        _, findings = measure(adapter.modules, source, spectrum=False)
+    return replace(adapter, warnings=(*adapter.warnings, *findings))
 
 
 def _is_finite(values: npt.NDArray[np.float32]) -> bool:

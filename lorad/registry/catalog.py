@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from lorad.adapter_ref import AdapterName, AdapterRef, split_version
 from lorad.errors import LoradError
 from lorad.registry.records import Adapter, LiveAdapter, Version
+from lorad.registry.sticky import takes
 
 _SHOWN = 80  # characters of a client's string that an error repeats
 
@@ -32,6 +33,9 @@ class Catalog:
             others[adapter.name] = adapter
         return Catalog(others)
 
+    def find(self, name: AdapterName) -> Adapter | None:
+        return self._adapters.get(name)
+
     def adapter(self, name: AdapterName) -> Adapter:
         """Raises `adapter.not_found`."""
         found = self._adapters.get(name)
@@ -42,6 +46,10 @@ class Catalog:
     def is_live(self, ref: AdapterRef) -> bool:
         found = self._adapters.get(ref.name)
         return found is not None and found.live == ref.version
+
+    def is_canary(self, ref: AdapterRef) -> bool:
+        found = self._adapters.get(ref.name)
+        return bool(found and found.canary and found.canary.version == ref.version)
 
     def live_version(self, name: AdapterName) -> Version | None:
         """None too for a name that does not exist."""
@@ -56,9 +64,24 @@ class Catalog:
             raise _no_version(adapter, label)
         return found
 
-    def resolve(self, model: str) -> AdapterRef:
+    def at_generation(self, name: AdapterName, expected: int | None) -> Adapter:
+        """Raises `generation.changed` when `expected` is given and is not the present one."""
+        adapter = self.adapter(name)
+        if expected is not None and expected != adapter.generation:
+            raise LoradError(
+                "generation.changed",
+                f"{str(name)!r} is at generation {adapter.generation}, not {expected}: "
+                f"its live version is now {adapter.live or 'none'}",
+                hint="look at it again (`loractl show`), then decide again",
+                details={"generation": adapter.generation, "live": adapter.live},
+            )
+        return adapter
+
+    def resolve(self, model: str, sticky: str | None = None) -> AdapterRef:
         """`name`, `tenant/name` (= live) or either with `@label` to an immutable reference.
 
+        `sticky` names the caller: while the adapter has a canary, a caller among its percent
+        gets the canary instead of the live version. None always gets the live one.
         Raises `adapter.not_found`, `version.not_found`, or `version.failed` for a version
         whose files are damaged. What cannot be a name is not found either.
         """
@@ -66,7 +89,7 @@ class Catalog:
             name, label = split_version(model)
         except LoradError:
             raise no_adapter(model) from None
-        version = self.version(name, label) if label else _live(self.adapter(name))
+        version = self.version(name, label) if label else _chosen(self.adapter(name), sticky)
         if not version.servable:
             raise version_failed(version)
         return version.ref
@@ -79,6 +102,15 @@ class Catalog:
             if (version := adapter.live_version) and version.servable
         ]
         return sorted(found, key=lambda entry: entry.ref.name)
+
+
+def _chosen(adapter: Adapter, sticky: str | None) -> Version:
+    """The canary for its share of the callers, as long as it can be served; else live."""
+    live, canary = _live(adapter), adapter.canary
+    if canary is None or sticky is None:
+        return live
+    version = adapter.versions[canary.version]
+    return version if version.servable and takes(canary, version.ref.digest, sticky) else live
 
 
 def version_failed(version: Version) -> LoradError:

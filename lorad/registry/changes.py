@@ -8,7 +8,7 @@ import time
 
 from lorad.registry import rows
 from lorad.registry.push import Decision, Incoming, label_number, new_version
-from lorad.registry.records import LIVE, Action, Adapter, Version, Who
+from lorad.registry.records import CANARY, LIVE, Action, Canary, Version, Who
 
 
 def record(
@@ -21,12 +21,13 @@ def record(
     to_version: str | None,
     *,
     moves_live: bool = False,
+    percent: float | None = None,
 ) -> None:
     """Write the row of the history that belongs to a change."""
     db.execute(
         "INSERT INTO events (adapter_id, at, uid, pid, action, alias, from_version, to_version,"
-        " generation, reason) SELECT ?, ?, ?, ?, ?, ?, ?, ?, generation, ? FROM adapters"
-        " WHERE id = ?",
+        " generation, reason, percent) SELECT ?, ?, ?, ?, ?, ?, ?, ?, generation, ?, ?"
+        " FROM adapters WHERE id = ?",
         (
             key,
             time.time(),
@@ -37,6 +38,7 @@ def record(
             from_version,
             to_version,
             reason,
+            percent,
             key,
         ),
     )
@@ -54,8 +56,8 @@ def record_push(db: sqlite3.Connection, incoming: Incoming, decision: Decision) 
     record(db, key, action, incoming.who, incoming.message, None, decision.label)
 
 
-def move_live(db: sqlite3.Connection, key: int, adapter: Adapter, label: str | None) -> int:
-    """Point `live` at a version, or at nothing; returns the new generation."""
+def move_live(db: sqlite3.Connection, key: int, label: str | None) -> None:
+    """Point `live` at a version, or at nothing."""
     db.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (key, LIVE))
     if label is not None:
         db.execute(
@@ -63,8 +65,34 @@ def move_live(db: sqlite3.Connection, key: int, adapter: Adapter, label: str | N
             " SELECT adapter_id, ?, id, ? FROM versions WHERE adapter_id = ? AND label = ?",
             (LIVE, time.time(), key, label),
         )
-    db.execute("UPDATE adapters SET generation = ? WHERE id = ?", (adapter.generation + 1, key))
-    return adapter.generation + 1
+
+
+def next_generation(db: sqlite3.Connection, key: int) -> int:
+    """Count one change of the adapter's aliases; returns the new generation."""
+    row = db.execute(
+        "UPDATE adapters SET generation = generation + 1 WHERE id = ? RETURNING generation", (key,)
+    ).fetchone()
+    return int(row["generation"])
+
+
+def set_canary(
+    db: sqlite3.Connection, key: int, label: str, percent: float, auto_rollback: bool
+) -> None:
+    """A canary of the same version keeps its beginning when only its share changes."""
+    db.execute(
+        "INSERT INTO aliases (adapter_id, alias, version_id, since, percent, auto_rollback)"
+        " SELECT adapter_id, ?, id, ?, ?, ? FROM versions WHERE adapter_id = ? AND label = ?"
+        " ON CONFLICT DO UPDATE SET percent = excluded.percent,"
+        " auto_rollback = excluded.auto_rollback,"
+        " since = iif(version_id = excluded.version_id, since, excluded.since),"
+        " version_id = excluded.version_id",
+        (CANARY, time.time(), percent, auto_rollback, key, label),
+    )
+
+
+def clear_canary(db: sqlite3.Connection, key: int, canary: Canary, who: Who, reason: str) -> None:
+    db.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (key, CANARY))
+    record(db, key, Action.CANARY_END, who, reason, canary.version, None)
 
 
 def retire_version(db: sqlite3.Connection, key: int, label: str) -> None:

@@ -10,12 +10,12 @@ from lorad.registry import changes, rows
 from lorad.registry.database import Database
 from lorad.registry.integrity import damage, damage_by_size
 from lorad.registry.records import Adapter, Version
-from lorad.registry.store import VersionStore
+from lorad.registry.store import Store
 
 log = logging.getLogger("lorad.registry")
 
 
-def reconcile(database: Database, store: VersionStore, base_model: str) -> None:
+def reconcile(database: Database, store: Store, base_model: str) -> None:
     """Make database and store agree after whatever ended the process before.
 
     Sizes alone are compared here, so that a thousand adapters cost a few milliseconds; the
@@ -30,7 +30,7 @@ def reconcile(database: Database, store: VersionStore, base_model: str) -> None:
     _remove_orphans(store, {a.name: set(a.versions) for a in adapters})
 
 
-def refuse_lost_database(database: Database, store: VersionStore) -> None:
+def refuse_lost_database(database: Database, store: Store) -> None:
     """An empty database beside a full store means that the database was lost: delete nothing."""
     if database.fresh and any(store.stored()):
         raise LoradError(
@@ -40,9 +40,7 @@ def refuse_lost_database(database: Database, store: VersionStore) -> None:
         )
 
 
-def _reconcile_adapter(
-    database: Database, store: VersionStore, base_model: str, adapter: Adapter
-) -> None:
+def _reconcile_adapter(database: Database, store: Store, base_model: str, adapter: Adapter) -> None:
     for label, version in adapter.versions.items():
         lost = damage_by_size(store, version)
         if version.servable and lost:
@@ -57,14 +55,14 @@ def _reconcile_adapter(
                 changes.mark_recovered(db, key, label)
 
 
-def _whole(store: VersionStore, version: Version) -> bool:
+def _whole(store: Store, version: Version) -> bool:
     try:
         return not damage(store, version)
     except LoradError:
         return False
 
 
-def _remove_orphans(store: VersionStore, known: dict[AdapterName, set[str]]) -> None:
+def _remove_orphans(store: Store, known: dict[AdapterName, set[str]]) -> None:
     """A push that was killed before its commit, or a delete killed before its last step."""
     for name, label in list(store.stored()):
         if label not in known.get(name, set()):

@@ -11,6 +11,7 @@ from typing import Literal
 from lorad.adapter_ref import AdapterName, AdapterRef
 
 LIVE = "live"  # the alias that a bare name stands for
+CANARY = "canary"  # the alias that takes a share of its requests
 
 
 class VersionState(StrEnum):
@@ -26,6 +27,8 @@ class Action(StrEnum):
     RESTORE = "restore"  # the content of a failed or retired version was pushed again
     PROMOTE = "promote"
     ROLLBACK = "rollback"
+    CANARY = "canary"
+    CANARY_END = "canary_end"
     RETIRE = "retire"  # the bare name answers no more; the versions stay
     DELETE = "delete"
     FAIL = "fail"
@@ -84,6 +87,16 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """A version that takes `percent` (above 0, at most 100) of the bare name's requests."""
+
+    version: str
+    percent: float
+    auto_rollback: bool
+    since: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
 class Adapter:
     """One adapter with its versions by label, oldest first; retired ones are left out."""
 
@@ -93,6 +106,7 @@ class Adapter:
     versions: Mapping[str, Version]
     live: str | None = None
     live_since: float | None = None
+    canary: Canary | None = None
 
     @property
     def live_version(self) -> Version | None:
@@ -129,6 +143,7 @@ class Event:
     """One change of one adapter. `id` only grows: a cursor into the history."""
 
     id: int
+    name: AdapterName
     at: float
     who: Who
     action: Action
@@ -136,6 +151,7 @@ class Event:
     to_version: str | None
     generation: int
     reason: str
+    percent: float | None = None  # that a canary got
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +161,17 @@ class Move:
     name: AdapterName
     from_version: str | None
     to_version: str | None
+    generation: int
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryMove:
+    """The canary of a name before and after; `changed` is False when nothing was done."""
+
+    name: AdapterName
+    before: Canary | None
+    after: Canary | None
     generation: int
     changed: bool
 

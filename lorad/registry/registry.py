@@ -14,9 +14,11 @@ from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.adapters.peft_format import PeftAdapter, adapter_digest
 from lorad.errors import LoradError
 from lorad.registry import changes, rows
-from lorad.registry.catalog import Catalog, version_failed
+from lorad.registry.canaries import Canaries
+from lorad.registry.catalog import version_failed
 from lorad.registry.database import Database
 from lorad.registry.integrity import damage
+from lorad.registry.ledger import Ledger
 from lorad.registry.push import Incoming, decide, new_version
 from lorad.registry.reconcile import reconcile, refuse_lost_database
 from lorad.registry.records import (
@@ -29,7 +31,8 @@ from lorad.registry.records import (
     Version,
     Who,
 )
-from lorad.registry.store import VersionStore, file_sizes
+from lorad.registry.retention import superseded
+from lorad.registry.store import Store, VersionStore, file_sizes
 from lorad.registry.timeline import previous_live
 from lorad.wire import ROUTE_WORDS
 
@@ -43,22 +46,28 @@ class Registry:
     has changed or not at all.
     """
 
-    def __init__(
-        self, database: Database, store: VersionStore, base_model: str, check: CheckAdapter
-    ) -> None:
-        self.base_model = base_model
-        self._database = database
+    def __init__(self, ledger: Ledger, store: Store, check: CheckAdapter, state: Path) -> None:
+        self.state = state
+        self.base_model = ledger.base_model
+        self.canaries = Canaries(ledger)
+        self._ledger = ledger
         self._store = store
         self._check = check
-        with database.reading() as db:
-            adapters = rows.all_adapters(db, base_model)
-        self._catalog = Catalog({adapter.name: adapter for adapter in adapters})
 
     @classmethod
     def open(
-        cls, state: Path, base_model: str, check: CheckAdapter, *, store: Path | None = None
+        cls,
+        state: Path,
+        base_model: str,
+        check: CheckAdapter,
+        *,
+        store: str = "",
+        cache_bytes: int = 16 << 30,
     ) -> Registry:
-        """Open or create the registry in `state`; the version store is `state/store` by default.
+        """Open or create the registry in `state`.
+
+        `store` is where the versions lie: a directory (`state/store` by default) or
+        `s3://bucket/prefix`, of which up to `cache_bytes` are kept on the local disk.
 
         `check` reads an adapter directory against the base model and raises LoradError for
         one that would be served wrong. What an earlier process left half done is cleared up.
@@ -66,65 +75,86 @@ class Registry:
         """
         database = Database(state)
         try:
-            files = VersionStore(store or state / "store", base_model)
+            files = _open_store(store, state, base_model, cache_bytes)
             refuse_lost_database(database, files)
             database.migrate()
             reconcile(database, files, base_model)
-            return cls(database, files, base_model, check)
+            return cls(Ledger(database, base_model), files, check, state)
         except BaseException:
             database.close()
             raise
 
     def close(self) -> None:
-        self._database.close()
+        self._ledger.close()
 
     # --- reading: no SQL, except the history -------------------------------------------------
 
-    def resolve(self, model: str) -> AdapterRef:
-        """What a request's model field means now; see Catalog.resolve for the errors."""
-        return self._catalog.resolve(model)
+    def resolve(self, model: str, sticky: str | None = None) -> AdapterRef:
+        """What a request's model field means now for the caller whom `sticky` names.
+
+        See Catalog.resolve for the share of a canary and for the errors.
+        """
+        return self._ledger.catalog.resolve(model, sticky)
 
     def live_adapters(self) -> list[LiveAdapter]:
-        return self._catalog.live()
+        return self._ledger.catalog.live()
 
     def adapters(self) -> list[Adapter]:
-        return sorted(self._catalog, key=lambda adapter: adapter.name)
+        return sorted(self._ledger.catalog, key=lambda adapter: adapter.name)
+
+    def find(self, name: AdapterName) -> Adapter | None:
+        return self._ledger.catalog.find(name)
 
     def adapter(self, name: AdapterName) -> Adapter:
         """Raises `adapter.not_found`."""
-        return self._catalog.adapter(name)
+        return self._ledger.catalog.adapter(name)
 
     def version(self, name: AdapterName, label: str) -> Version:
         """Raises `adapter.not_found` or `version.not_found`."""
-        return self._catalog.version(name, label)
+        return self._ledger.catalog.version(name, label)
 
     def is_live(self, ref: AdapterRef) -> bool:
-        return self._catalog.is_live(ref)
+        return self._ledger.catalog.is_live(ref)
+
+    def is_canary(self, ref: AdapterRef) -> bool:
+        return self._ledger.catalog.is_canary(ref)
 
     def live_version(self, name: AdapterName) -> Version | None:
         """The version a bare name stands for, servable or not; None when there is none."""
-        return self._catalog.live_version(name)
+        return self._ledger.catalog.live_version(name)
 
     def pinned(self) -> list[AdapterRef]:
         """What the daemon loads when it starts, and keeps loaded."""
-        versions = (version for adapter in self._catalog for version in adapter.versions.values())
+        versions = (
+            version for adapter in self._ledger.catalog for version in adapter.versions.values()
+        )
         return [version.ref for version in versions if version.pinned and version.servable]
 
     def directory(self, ref: AdapterRef) -> Path:
-        """Where the two files of a version are."""
-        return self._store.directory(ref.name, ref.version)
+        """A local directory with the two files of a version."""
+        version = self.version(ref.name, ref.version)
+        sizes = (version.config_bytes, version.weights_bytes)
+        return self._store.fetch(ref.name, ref.version, sizes)
 
     def history(self, name: AdapterName, *, newest: int = 100) -> list[Event]:
         """The last changes of an adapter, newest first; also of one that was deleted."""
-        with self._database.reading() as db:
-            return rows.events(db, self._key(name), newest=newest)
+        with self._ledger.reading() as db:
+            return rows.events(db, self._ledger.key(name), newest=newest)
+
+    @property
+    def last_event(self) -> int:
+        """Id of the newest event; it grows with every change. No SQL."""
+        return self._ledger.last_event
+
+    def events_after(self, cursor: int, *, most: int) -> list[Event]:
+        """The changes of all adapters after the event `cursor`, oldest first."""
+        with self._ledger.reading() as db:
+            return rows.events_after(db, self.base_model, cursor, most)
 
     def rollback_target(self, name: AdapterName) -> Version:
         """The version that was live before; `rollback.no_previous` when there is none."""
-        with self._database.reading() as db:
-            adapter = self._catalog.adapter(name)
-            servable = {label for label, v in adapter.versions.items() if v.servable}
-            label = previous_live(rows.live_moves(db, self._key(name)), servable)
+        adapter = self._ledger.catalog.adapter(name)
+        label = self._previous_live(adapter)
         if label is None:
             raise LoradError(
                 "rollback.no_previous",
@@ -133,6 +163,16 @@ class Registry:
                 details={"adapter": str(name)},
             )
         return adapter.versions[label]
+
+    def superseded(self, name: AdapterName, *, keep: int) -> list[str]:
+        """The versions that a garbage collection would delete; see retention.superseded."""
+        adapter = self._ledger.catalog.adapter(name)
+        return superseded(adapter, keep, self._previous_live(adapter))
+
+    def _previous_live(self, adapter: Adapter) -> str | None:
+        servable = {label for label, version in adapter.versions.items() if version.servable}
+        with self._ledger.reading() as db:
+            return previous_live(rows.live_moves(db, self._ledger.key(adapter.name)), servable)
 
     # --- pushing -----------------------------------------------------------------------------
 
@@ -207,13 +247,13 @@ class Registry:
                 who=who,
                 message=message,
             )
-            with self._database.lock:
+            with self._ledger.lock:
                 return self._take_in(staged, incoming, dry_run)
         finally:
             self._store.discard(staged)
 
     def _take_in(self, staged: Path, incoming: Incoming, dry_run: bool) -> Pushed:
-        with self._database.reading() as db:
+        with self._ledger.reading() as db:
             decision = decide(db, incoming)
         name, label = incoming.name, decision.label
         if decision.outcome == "unchanged":
@@ -221,14 +261,13 @@ class Registry:
         if dry_run:
             return Pushed(decision.outcome, new_version(incoming, label))
         try:
-            with self._database.transaction() as db:
+            with self._ledger.changing(name) as db:
                 changes.record_push(db, incoming, decision)
                 self._store.publish(staged, name, label)
         except BaseException:
             with suppress(LoradError):  # what is left, the next start removes
                 self._store.remove(name, label)
             raise
-        self._refresh(name)
         return Pushed(decision.outcome, self.version(name, label))
 
     # --- moving the live pointer -------------------------------------------------------------
@@ -270,16 +309,7 @@ class Registry:
 
     def check_generation(self, name: AdapterName, expected: int | None) -> Adapter:
         """Raises `generation.changed` when `expected` is given and is not the present one."""
-        adapter = self._catalog.adapter(name)
-        if expected is not None and expected != adapter.generation:
-            raise LoradError(
-                "generation.changed",
-                f"{str(name)!r} is at generation {adapter.generation}, not {expected}: "
-                f"its live version is now {adapter.live or 'none'}",
-                hint="look at it again (`loractl show`), then decide again",
-                details={"generation": adapter.generation, "live": adapter.live},
-            )
-        return adapter
+        return self._ledger.catalog.at_generation(name, expected)
 
     def _move(
         self,
@@ -290,30 +320,39 @@ class Registry:
         reason: str,
         expected: int | None,
     ) -> Move:
-        with self._database.lock:
+        """Every move of `live` ends a canary: it was compared with what was live before."""
+        with self._ledger.lock:
             adapter = self.check_generation(name, expected)
             if label is not None and not (version := self.version(name, label)).servable:
                 raise version_failed(version)
             if adapter.live == label:
                 return Move(name, label, label, adapter.generation, changed=False)
-            with self._database.transaction() as db:
-                generation = changes.move_live(db, self._key(name), adapter, label)
-                changes.record(
-                    db, self._key(name), action, who, reason, adapter.live, label, moves_live=True
-                )
-            self._refresh(name)
+            with self._ledger.changing(name) as db:
+                key = self._ledger.key(name)
+                if adapter.canary:
+                    changes.clear_canary(db, key, adapter.canary, who, action.value)
+                changes.move_live(db, key, label)
+                generation = changes.next_generation(db, key)
+                changes.record(db, key, action, who, reason, adapter.live, label, moves_live=True)
             return Move(name, adapter.live, label, generation, changed=True)
 
     # --- the other changes -------------------------------------------------------------------
 
     def check_deletable(self, name: AdapterName, label: str) -> Version:
-        """Raises `version.live` or `version.pinned` for a version that something refers to."""
+        """Raises `version.live`, `.canary` or `.pinned` for one that something refers to."""
         version = self.version(name, label)
         if self.is_live(version.ref):
             raise LoradError(
                 "version.live",
                 f"{version.ref} is the live version of {str(name)!r}",
                 hint="promote another version first",
+                details={"adapter": str(name), "version": label},
+            )
+        if self.is_canary(version.ref):
+            raise LoradError(
+                "version.canary",
+                f"{version.ref} is the canary of {str(name)!r}",
+                hint=f"`loractl canary {name} --off` first",
                 details={"adapter": str(name), "version": label},
             )
         if version.pinned:
@@ -327,28 +366,28 @@ class Registry:
 
     def delete(self, name: AdapterName, label: str, *, who: Who, reason: str = "") -> Version:
         """Delete one version and its files; the label is never given to other content."""
-        with self._database.lock:
+        with self._ledger.lock:
             version = self.check_deletable(name, label)
-            with self._database.transaction() as db:
-                changes.retire_version(db, self._key(name), label)
-                changes.record(db, self._key(name), Action.DELETE, who, reason, label, None)
-            self._refresh(name)
+            with self._ledger.changing(name) as db:
+                key = self._ledger.key(name)
+                changes.retire_version(db, key, label)
+                changes.record(db, key, Action.DELETE, who, reason, label, None)
             self._store.remove(name, label)
             return version
 
     def set_pinned(self, name: AdapterName, label: str, pinned: bool, *, who: Who) -> bool:
         """Remember that a version is to stay loaded; returns whether that changed anything."""
-        with self._database.lock:
+        with self._ledger.lock:
             version = self.version(name, label)
             if version.pinned == pinned:
                 return False
             if pinned and not version.servable:
                 raise version_failed(version)
-            with self._database.transaction() as db:
-                changes.set_pinned(db, self._key(name), label, pinned)
+            with self._ledger.changing(name) as db:
+                key = self._ledger.key(name)
+                changes.set_pinned(db, key, label, pinned)
                 action = Action.PIN if pinned else Action.UNPIN
-                changes.record(db, self._key(name), action, who, "", None, label)
-            self._refresh(name)
+                changes.record(db, key, action, who, "", None, label)
             return True
 
     def verify(self, ref: AdapterRef) -> Path:
@@ -370,20 +409,17 @@ class Registry:
         return self.directory(ref)
 
     def _mark_failed(self, ref: AdapterRef, failure: str) -> None:
-        with self._database.lock:
+        with self._ledger.lock:
             version = self.version(ref.name, ref.version)
             if version.ref != ref or not version.servable:
                 return
-            with self._database.transaction() as db:
-                changes.mark_failed(db, self._key(ref.name), ref.version, failure)
-            self._refresh(ref.name)
+            with self._ledger.changing(ref.name) as db:
+                changes.mark_failed(db, self._ledger.key(ref.name), ref.version, failure)
 
-    def _key(self, name: AdapterName) -> int:
-        with self._database.reading() as db:
-            return rows.key(db, self.base_model, name)
 
-    def _refresh(self, name: AdapterName) -> None:
-        """Take the adapter's new rows into the catalog; runs under the lock."""
-        with self._database.reading() as db:
-            adapter = rows.one_adapter(db, self._key(name))
-        self._catalog = self._catalog.replaced(adapter)
+def _open_store(store: str, state: Path, base_model: str, cache_bytes: int) -> Store:
+    if not store.startswith("s3://"):
+        return VersionStore(Path(store).expanduser() if store else state / "store", base_model)
+    from lorad.registry.bucket import BucketStore
+
+    return BucketStore(store, base_model, state / "bucket", cache_bytes)

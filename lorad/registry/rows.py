@@ -7,7 +7,18 @@ import sqlite3
 
 from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.registry.catalog import no_adapter
-from lorad.registry.records import LIVE, Action, Adapter, Event, Version, VersionState, Warned, Who
+from lorad.registry.records import (
+    CANARY,
+    LIVE,
+    Action,
+    Adapter,
+    Canary,
+    Event,
+    Version,
+    VersionState,
+    Warned,
+    Who,
+)
 
 
 def adapter_id(db: sqlite3.Connection, base_model: str, name: AdapterName) -> int | None:
@@ -27,20 +38,28 @@ def key(db: sqlite3.Connection, base_model: str, name: AdapterName) -> int:
 
 
 def all_adapters(db: sqlite3.Connection, base_model: str) -> list[Adapter]:
-    """Every adapter of a base model that has a version, in three queries."""
+    """Every adapter of a base model that has a version, in four queries."""
     versions: dict[int, list[sqlite3.Row]] = {}
     for row in db.execute(f"{_VERSIONS} AND a.base_model = ? ORDER BY v.id", (base_model,)):
         versions.setdefault(row["adapter_id"], []).append(row)
-    live = {row["adapter_id"]: row for row in db.execute(_LIVE, (LIVE,))}
+    live = {row["adapter_id"]: row for row in db.execute(_ALIAS, (LIVE,))}
+    canary = {row["adapter_id"]: row for row in db.execute(_ALIAS, (CANARY,))}
     rows = db.execute("SELECT * FROM adapters WHERE base_model = ?", (base_model,))
-    return [_adapter(r, versions[r["id"]], live.get(r["id"])) for r in rows if r["id"] in versions]
+    return [
+        _adapter(r, versions[r["id"]], live.get(r["id"]), canary.get(r["id"]))
+        for r in rows
+        if r["id"] in versions
+    ]
 
 
 def one_adapter(db: sqlite3.Connection, key: int) -> Adapter:
     row = db.execute("SELECT * FROM adapters WHERE id = ?", (key,)).fetchone()
     versions = db.execute(f"{_VERSIONS} AND a.id = ? ORDER BY v.id", (key,)).fetchall()
-    live = db.execute(f"{_LIVE} AND l.adapter_id = ?", (LIVE, key)).fetchone()
-    return _adapter(row, versions, live)
+    live, canary = (
+        db.execute(f"{_ALIAS} AND l.adapter_id = ?", (alias, key)).fetchone()
+        for alias in (LIVE, CANARY)
+    )
+    return _adapter(row, versions, live, canary)
 
 
 def version_by(
@@ -57,16 +76,28 @@ def version_by(
 
 def events(db: sqlite3.Connection, key: int, *, newest: int) -> list[Event]:
     """The last changes of one adapter, newest first."""
+    rows = db.execute(f"{_EVENTS} WHERE e.adapter_id = ? ORDER BY e.id DESC LIMIT ?", (key, newest))
+    return [_event(row) for row in rows]
+
+
+def events_after(db: sqlite3.Connection, base_model: str, after: int, most: int) -> list[Event]:
+    """Changes of every adapter of a base model, oldest first."""
     rows = db.execute(
-        "SELECT * FROM events WHERE adapter_id = ? ORDER BY id DESC LIMIT ?", (key, newest)
+        f"{_EVENTS} WHERE a.base_model = ? AND e.id > ? ORDER BY e.id LIMIT ?",
+        (base_model, after, most),
     )
     return [_event(row) for row in rows]
+
+
+def last_event(db: sqlite3.Connection) -> int:
+    """Id of the newest event, 0 before the first."""
+    return int(db.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
 
 
 def live_moves(db: sqlite3.Connection, key: int) -> list[Event]:
     """Every move of the live alias, oldest first."""
     rows = db.execute(
-        "SELECT * FROM events WHERE adapter_id = ? AND alias = ? ORDER BY id", (key, LIVE)
+        f"{_EVENTS} WHERE e.adapter_id = ? AND e.alias = ? ORDER BY e.id", (key, LIVE)
     )
     return [_event(row) for row in rows]
 
@@ -75,12 +106,21 @@ _VERSIONS = """
 SELECT v.*, a.tenant, a.name FROM versions v JOIN adapters a ON a.id = v.adapter_id
 WHERE v.state != 'retired'"""
 
-_LIVE = """
-SELECT l.adapter_id, l.since, v.label FROM aliases l JOIN versions v ON v.id = l.version_id
+_EVENTS = """
+SELECT e.*, a.tenant, a.name FROM events e JOIN adapters a ON a.id = e.adapter_id"""
+
+_ALIAS = """
+SELECT l.adapter_id, l.since, l.percent, l.auto_rollback, v.label
+FROM aliases l JOIN versions v ON v.id = l.version_id
 WHERE l.alias = ?"""
 
 
-def _adapter(row: sqlite3.Row, versions: list[sqlite3.Row], live: sqlite3.Row | None) -> Adapter:
+def _adapter(
+    row: sqlite3.Row,
+    versions: list[sqlite3.Row],
+    live: sqlite3.Row | None,
+    canary: sqlite3.Row | None,
+) -> Adapter:
     return Adapter(
         name=AdapterName(row["tenant"], row["name"]),
         generation=row["generation"],
@@ -88,7 +128,12 @@ def _adapter(row: sqlite3.Row, versions: list[sqlite3.Row], live: sqlite3.Row | 
         versions={v["label"]: _version(v) for v in versions},
         live=live["label"] if live else None,
         live_since=live["since"] if live else None,
+        canary=_canary(canary) if canary else None,
     )
+
+
+def _canary(row: sqlite3.Row) -> Canary:
+    return Canary(row["label"], row["percent"], bool(row["auto_rollback"]), row["since"])
 
 
 def _version(row: sqlite3.Row) -> Version:
@@ -113,6 +158,7 @@ def _version(row: sqlite3.Row) -> Version:
 def _event(row: sqlite3.Row) -> Event:
     return Event(
         id=row["id"],
+        name=AdapterName(row["tenant"], row["name"]),
         at=row["at"],
         who=Who(row["uid"], row["pid"]),
         action=Action(row["action"]),
@@ -120,4 +166,5 @@ def _event(row: sqlite3.Row) -> Event:
         to_version=row["to_version"],
         generation=row["generation"],
         reason=row["reason"],
+        percent=row["percent"],
     )

@@ -14,19 +14,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.errors import LoradError
 from lorad.wire import ADAPTER_FILES
 
-# Not a name that `_base_folder` can make, and on the same file system as the versions.
+# Not a name that `base_folder` can make, and on the same file system as the versions.
 _STAGING = ".staging"
 _COPY_CHUNK = 1 << 20
 _MAX_FOLDER = 255  # bytes in one path component
 
 
-def _base_folder(base_model: str) -> str:
+def base_folder(base_model: str) -> str:
     """One path component for a base model's id; different ids give different components."""
     escaped = quote(base_model, safe="")
     folder = "%2E" + escaped[1:] if escaped.startswith(".") else escaped
@@ -61,22 +62,14 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-class VersionStore:
-    """Files only: what a version means is the registry's business."""
+class StagingArea:
+    """Private directories on the local disk, in which versions come in."""
 
-    def __init__(self, root: Path, base_model: str) -> None:
-        self._root = root
-        self._base = root / _base_folder(base_model)
+    def __init__(self, root: Path) -> None:
         self._staging = root / _STAGING
         with storage_errors(f"cannot make the version store {root}"):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._base.mkdir(exist_ok=True)
             self._staging.mkdir(exist_ok=True)
-
-    def directory(self, name: AdapterName, label: str) -> Path:
-        """Where a version lies. The names are checked again here, where they become a path."""
-        checked = AdapterName.parse(name.qualified)
-        return self._base / checked.tenant / checked.name / check_version_label(label)
 
     def stage(self) -> Path:
         """A new private directory that `publish` can rename into place."""
@@ -97,6 +90,30 @@ class VersionStore:
     def discard(self, staged: Path) -> None:
         """Remove a staged directory; one that has been published or removed is no error."""
         shutil.rmtree(staged, ignore_errors=True)
+
+    def clear_staging(self) -> int:
+        """Remove what an earlier process left half done; returns how many directories."""
+        with storage_errors("cannot clear the staging area"):
+            left = list(self._staging.iterdir())
+            for entry in left:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        return len(left)
+
+
+class VersionStore(StagingArea):
+    """Files only: what a version means is the registry's business."""
+
+    def __init__(self, root: Path, base_model: str) -> None:
+        super().__init__(root)
+        self._root = root
+        self._base = root / base_folder(base_model)
+        with storage_errors(f"cannot make the version store {root}"):
+            self._base.mkdir(exist_ok=True)
+
+    def directory(self, name: AdapterName, label: str) -> Path:
+        """Where a version lies. The names are checked again here, where they become a path."""
+        checked = AdapterName.parse(name.qualified)
+        return self._base / checked.tenant / checked.name / check_version_label(label)
 
     def publish(self, staged: Path, name: AdapterName, label: str) -> None:
         """Give a staged directory its final place, durably. The registry holds its lock."""
@@ -131,20 +148,19 @@ class VersionStore:
         fsync_path(target.parent)
         shutil.rmtree(trash, ignore_errors=True)
 
-    def clear_staging(self) -> int:
-        """Remove what an earlier process left half done; returns how many directories."""
-        with storage_errors("cannot clear the staging area"):
-            left = list(self._staging.iterdir())
-            for entry in left:
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        return len(left)
-
     def stored(self) -> Iterator[tuple[AdapterName, str]]:
         """Every version directory of this base model, with or without a row in the registry."""
         for folder in self._base.glob("*/*/*"):
             tenant, adapter, label = folder.parts[-3:]
             with suppress(LoradError):  # not a name of ours: somebody else's file
                 yield AdapterName.parse(f"{tenant}/{adapter}"), check_version_label(label)
+
+    def fetch(self, name: AdapterName, label: str, sizes: tuple[int, int]) -> Path:
+        """The directory of a version, as it is."""
+        return self.directory(name, label)
+
+    def forget(self, name: AdapterName, label: str) -> None:
+        """Nothing is kept beside the store."""
 
     def damage(self, name: AdapterName, label: str, sizes: tuple[int, int]) -> str:
         """Why a version cannot be what was stored, by file sizes alone; "" when it can."""
@@ -159,6 +175,27 @@ class VersionStore:
             if found.st_size != size:
                 return f"{file} has {found.st_size} bytes, not the {size} that were stored"
         return ""
+
+
+class Store(Protocol):
+    """What the registry asks of the place where versions lie."""
+
+    def stage(self) -> Path: ...
+    def stage_copy(self, source: Path) -> Path: ...
+    def discard(self, staged: Path) -> None: ...
+    def clear_staging(self) -> int: ...
+    def publish(self, staged: Path, name: AdapterName, label: str) -> None: ...
+    def remove(self, name: AdapterName, label: str) -> None: ...
+    def stored(self) -> Iterator[tuple[AdapterName, str]]: ...
+    def damage(self, name: AdapterName, label: str, sizes: tuple[int, int]) -> str: ...
+
+    def fetch(self, name: AdapterName, label: str, sizes: tuple[int, int]) -> Path:
+        """A local directory with the version's two files."""
+        ...
+
+    def forget(self, name: AdapterName, label: str) -> None:
+        """Drop a local copy that turned out not to be what was stored."""
+        ...
 
 
 def file_sizes(directory: Path) -> tuple[int, int]:

@@ -21,51 +21,63 @@ from lorad.errors import LoradError
 from lorad.registry.records import VersionState
 from lorad.registry.registry import Registry
 from lorad.server.admin_adapters import READ_ROUTES
+from lorad.server.admin_canary import CANARY_ROUTES
 from lorad.server.admin_changes import CHANGE_ROUTES
 from lorad.server.admin_context import AdminContext, AdminEngine, AdminLimits, context
+from lorad.server.admin_drain import DRAIN_ROUTES
+from lorad.server.admin_events import EVENT_ROUTES
 from lorad.server.admin_gate import Gate, on_http_error, on_lorad_error
+from lorad.server.admin_gc import GC_ROUTES
+from lorad.server.admin_openapi import OPENAPI_ROUTES
+from lorad.server.admin_operations import OPERATION_ROUTES
 from lorad.server.admin_request import query_count
 from lorad.server.admin_residency import RESIDENCY_ROUTES
 from lorad.server.admin_uploads import UPLOAD_ROUTES
-from lorad.server.admin_views import engine_info, step_info, tier_counts
+from lorad.server.admin_views import engine_info, step_info, store_info, tier_counts, ttft_info
 from lorad.server.admin_vllm import VLLM_ROUTES
+from lorad.server.operations import Operations
+from lorad.server.self_test import SelfTest
+from lorad.server.traffic import Traffic
 from lorad.server.uploads import Uploads
+from lorad.sockets import AdminGroups
 
 _MAX_STEPS = 10_000
+_FINISH = 10.0  # seconds that operations may go on when the daemon ends
 
 
 def build_admin_app(
     registry: Registry,
     engine: AdminEngine,
+    traffic: Traffic,
     *,
     config: Mapping[str, Any],
     shutdown: Callable[[], None],
     metrics: Callable[[], bytes] = generate_latest,
     limits: AdminLimits | None = None,
-    admin_gid: int | None = None,
+    self_test: SelfTest | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    keep: int = 0,
+    groups: AdminGroups | None = None,
 ) -> Starlette:
     """The ASGI app of the admin socket; serve it by `admin_transport.admin_server_config`.
 
     `config` is shown by GET /v1/config, so it must hold no secret. `shutdown` begins the end
-    of the daemon and returns at once. Peers must be root, the daemon's user or in `admin_gid`.
+    of the daemon and returns at once; `stopping` tells that
+    the end has begun. Peers must be root, the daemon's user or in one of
+    `groups`.
     """
     limits = limits or AdminLimits()
     app = Starlette(
-        # The specific paths come first: a name takes whatever is left of one.
-        routes=[
-            *DAEMON_ROUTES,
-            *UPLOAD_ROUTES,
-            *VLLM_ROUTES,
-            *RESIDENCY_ROUTES,
-            *CHANGE_ROUTES,
-            *READ_ROUTES,
-        ],
-        middleware=[Middleware(Gate, admin_gid=admin_gid)],
+        routes=ROUTES,
+        middleware=[Middleware(Gate, groups=groups or AdminGroups())],
         exception_handlers={LoradError: on_lorad_error, HTTPException: on_http_error},
         lifespan=_sweeping,
     )
-    app.state.admin = AdminContext(registry, engine, config, shutdown, metrics, limits)
+    app.state.admin = AdminContext(
+        registry, engine, traffic, config, shutdown, metrics, limits, self_test, stopping, keep
+    )
     app.state.uploads = Uploads(registry, limits)
+    app.state.operations = Operations()
     return app
 
 
@@ -75,6 +87,7 @@ async def _sweeping(app: Starlette) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        await app.state.operations.finish(_FINISH)
         sweeper.cancel()
         with suppress(asyncio.CancelledError):
             await sweeper
@@ -97,6 +110,11 @@ async def status(request: Request) -> Response:
         "base_model": ctx.registry.base_model,
         "adapters": len(adapters),
         "live_adapters": sum(adapter.live is not None for adapter in adapters),
+        "canaries": sum(adapter.canary is not None for adapter in adapters),
+        "draining": ctx.traffic.draining,
+        "role": request.state.role,
+        "store": store_info(ctx.registry.state),
+        "ttft": ttft_info(ctx.traffic.first_tokens),
         "failed_versions": sum(version.state is VersionState.FAILED for version in versions),
         "tiers": tier_counts(stats.adapters),
         "engine": engine_info(stats),
@@ -132,4 +150,20 @@ DAEMON_ROUTES = [
     Route(wire.METRICS, show_metrics),
     Route(wire.STEPS, steps),
     Route(wire.SHUTDOWN, stop, methods=["POST"]),
+]
+
+# The specific paths come first: a name takes whatever is left of one.
+ROUTES = [
+    *DAEMON_ROUTES,
+    *OPENAPI_ROUTES,
+    *OPERATION_ROUTES,
+    *EVENT_ROUTES,
+    *GC_ROUTES,
+    *DRAIN_ROUTES,
+    *UPLOAD_ROUTES,
+    *VLLM_ROUTES,
+    *RESIDENCY_ROUTES,
+    *CANARY_ROUTES,
+    *CHANGE_ROUTES,
+    *READ_ROUTES,
 ]

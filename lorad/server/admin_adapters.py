@@ -22,11 +22,12 @@ async def list_adapters(request: Request) -> Response:
     tenant = request.query_params.get("tenant")
     resident = states(ctx.engine.stats())
     found: wire.AdapterList = {
+        "cursor": ctx.registry.last_event,  # read first: what comes later is an event after it
         "adapters": [
-            adapter_info(adapter, resident)
+            adapter_info(adapter, resident, ctx.traffic.watch.counts(adapter))
             for adapter in ctx.registry.adapters()
             if tenant in (None, adapter.name.tenant)
-        ]
+        ],
     }
     return JSONResponse(found)
 
@@ -34,7 +35,8 @@ async def list_adapters(request: Request) -> Response:
 async def show_adapter(request: Request) -> Response:
     ctx = context(request)
     adapter = ctx.registry.adapter(path_name(request))
-    info = adapter_info(adapter, states(ctx.engine.stats()))
+    counts = ctx.traffic.watch.counts(adapter)
+    info = adapter_info(adapter, states(ctx.engine.stats()), counts)
     return JSONResponse(info, headers={"etag": f'"{adapter.generation}"'})
 
 

@@ -6,19 +6,23 @@ stays live and nothing has happened.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from lorad import wire
 from lorad.adapter_ref import AdapterName
 from lorad.engine.messages import AdapterLoaded
+from lorad.errors import LoradError
 from lorad.registry.catalog import version_failed
-from lorad.registry.records import Adapter, Move, Version
+from lorad.registry.records import Adapter, Move, Version, Who
 from lorad.server.admin_context import AdminContext, context
+from lorad.server.admin_gc import collect_garbage, delete_version
+from lorad.server.admin_operations import change, operations
 from lorad.server.admin_request import (
     dry_run,
     expected_generation,
@@ -28,33 +32,52 @@ from lorad.server.admin_request import (
     read_fields,
     who,
 )
-from lorad.server.admin_views import move_result
+from lorad.server.admin_views import move_result, self_test_info, states
+from lorad.server.promote_checks import Check, read_checks
+from lorad.server.self_test import SelfTestResult
+
+_CHECKS_LIMIT = 1 << 20  # bytes of a promote's body
 
 
 async def bring_to_device(
-    ctx: AdminContext, version: Version, *, pin: bool = False
+    ctx: AdminContext, version: Version, *, pin: bool = False, trusted: bool = False
 ) -> AdapterLoaded:
     """Check the stored bytes against the digest, then load them; errors name the version.
 
+    `trusted` leaves the check out for a version that is in memory: it was made when it came.
     `pin` keeps it there; a version that is pinned already stays so.
     """
     if not version.servable:
         raise version_failed(version)
-    await to_thread.run_sync(ctx.registry.verify, version.ref)
+    if not trusted or version.ref.digest not in states(ctx.engine.stats()):
+        await to_thread.run_sync(ctx.registry.verify, version.ref)
     return await ctx.engine.load_adapter(version.ref, pin=True if pin or version.pinned else None)
+
+
+async def ready_to_serve(
+    ctx: AdminContext, version: Version, checks: Sequence[Check] = ()
+) -> SelfTestResult | None:
+    """Load a version and try it, before a name may lead requests to it."""
+    await bring_to_device(ctx, version)
+    if ctx.self_test is None:
+        return None
+    result = await ctx.self_test.run(version.ref)
+    await ctx.self_test.check(version.ref, checks)
+    return result
 
 
 async def promote(request: Request) -> Response:
     ctx, name = context(request), path_name(request)
     expected = expected_generation(request)
-    fields = await read_fields(request)
+    fields = await read_fields(request, _CHECKS_LIMIT)
     label, reason = fields.label("version"), fields.text("reason")
+    checks = read_checks(fields.raw("checks") or [])
     fields.end()
     adapter = ctx.registry.check_generation(name, expected)
     version = ctx.registry.version(name, label or adapter.newest.label)
     if adapter.live == version.label or dry_run(request):
         return _unmoved(adapter, version, dry_run=dry_run(request))
-    await bring_to_device(ctx, version)
+    tested = await ready_to_serve(ctx, version, checks)
     flip = partial(
         ctx.registry.promote,
         name,
@@ -63,7 +86,24 @@ async def promote(request: Request) -> Response:
         reason=reason,
         expected_generation=expected,
     )
-    return JSONResponse(move_result(await to_thread.run_sync(flip), dry_run=False))
+    moved = move_result(await to_thread.run_sync(flip), dry_run=False)
+    _apply_policy(request, name)
+    return JSONResponse({**moved, "self_test": self_test_info(tested), "checks": len(checks)})
+
+
+def _apply_policy(request: Request, name: AdapterName) -> None:
+    """Delete what the keep policy no longer keeps, after the promote has been answered."""
+    ctx = context(request)
+    if ctx.keep == 0:
+        return
+
+    async def collect() -> Response:
+        return JSONResponse(
+            await collect_garbage(ctx, [name], ctx.keep, Who.daemon(), dry_run=False)
+        )
+
+    with suppress(LoradError):  # too much runs: the next promote collects
+        operations(request).begin("gc", request.url.path[:200], Who.daemon(), collect)
 
 
 async def rollback(request: Request) -> Response:
@@ -75,7 +115,7 @@ async def rollback(request: Request) -> Response:
     version = await _rollback_target(ctx, name, label)
     if adapter.live == version.label or dry_run(request):
         return _unmoved(adapter, version, dry_run=dry_run(request))
-    await bring_to_device(ctx, version)
+    await bring_to_device(ctx, version, trusted=True)
     # The target follows from what is live now, so it holds for this generation only.
     flip = partial(
         ctx.registry.rollback,
@@ -103,11 +143,11 @@ async def retire(request: Request) -> Response:
     return JSONResponse(move_result(await to_thread.run_sync(take_down), dry_run=False))
 
 
-async def delete_version(request: Request) -> Response:
+async def delete_one(request: Request) -> Response:
     ctx, name, label = context(request), path_name(request), path_version(request)
     ctx.registry.check_deletable(name, label)
     if not dry_run(request):
-        await _delete(request, name, label)
+        await delete_version(ctx, name, label, who(request), drain_timeout=ctx.limits.drain_timeout)
     return _deleted(name, [label], dry_run=dry_run(request))
 
 
@@ -125,7 +165,7 @@ async def delete_adapter(request: Request) -> Response:
     for label in labels:
         unpin = partial(ctx.registry.set_pinned, name, label, False, who=asked_by)
         await to_thread.run_sync(unpin)
-        await _delete(request, name, label)
+        await delete_version(ctx, name, label, asked_by, drain_timeout=ctx.limits.drain_timeout)
     return _deleted(name, labels, dry_run=False)
 
 
@@ -133,14 +173,6 @@ async def _rollback_target(ctx: AdminContext, name: AdapterName, label: str | No
     if label is not None:
         return ctx.registry.version(name, label)
     return await to_thread.run_sync(ctx.registry.rollback_target, name)
-
-
-async def _delete(request: Request, name: AdapterName, label: str) -> None:
-    """Requests that run on the version end first; then memory, then disk."""
-    ctx = context(request)
-    ref = ctx.registry.check_deletable(name, label).ref
-    await ctx.engine.unload_adapter(ref, drain_timeout=ctx.limits.drain_timeout)
-    await to_thread.run_sync(partial(ctx.registry.delete, name, label, who=who(request)))
 
 
 def _unmoved(adapter: Adapter, target: Version | None, *, dry_run: bool) -> Response:
@@ -164,11 +196,9 @@ def _deleted(name: AdapterName, labels: list[str], *, dry_run: bool) -> Response
 
 
 CHANGE_ROUTES = [
-    Route(f"{wire.ADAPTERS}/{{name:path}}:promote", promote, methods=["POST"]),
-    Route(f"{wire.ADAPTERS}/{{name:path}}:rollback", rollback, methods=["POST"]),
-    Route(f"{wire.ADAPTERS}/{{name:path}}:retire", retire, methods=["POST"]),
-    Route(
-        f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", delete_version, methods=["DELETE"]
-    ),
-    Route(f"{wire.ADAPTERS}/{{name:path}}", delete_adapter, methods=["DELETE"]),
+    change(f"{wire.ADAPTERS}/{{name:path}}:promote", promote),
+    change(f"{wire.ADAPTERS}/{{name:path}}:rollback", rollback),
+    change(f"{wire.ADAPTERS}/{{name:path}}:retire", retire),
+    change(f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", delete_one, ["DELETE"]),
+    change(f"{wire.ADAPTERS}/{{name:path}}", delete_adapter, ["DELETE"]),
 ]

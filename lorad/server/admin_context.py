@@ -12,6 +12,8 @@ from starlette.requests import Request
 from lorad.adapter_ref import AdapterRef
 from lorad.engine.messages import AdapterLoaded, AdapterUnloaded, EngineStats, StepRecord
 from lorad.registry.registry import Registry
+from lorad.server.self_test import SelfTest
+from lorad.server.traffic import Traffic
 
 
 class AdminEngine(Protocol):
@@ -49,14 +51,26 @@ class AdminLimits:
     drain_timeout: float = 30.0  # unless the request says otherwise
 
 
+@dataclass
+class Followers:
+    """How many clients follow the events."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True)
 class AdminContext:
     registry: Registry
     engine: AdminEngine
+    traffic: Traffic
     config: Mapping[str, Any]  # the daemon's effective settings, as GET /v1/config shows them
     shutdown: Callable[[], None]
     metrics: Callable[[], bytes]
     limits: AdminLimits
+    self_test: SelfTest | None = None  # None: a version is promoted once it is loaded
+    stopping: Callable[[], bool] = lambda: False
+    keep: int = 0  # newest versions of each adapter that stay after a promote; 0: all
+    followers: Followers = field(default_factory=Followers)
     started_at: float = field(default_factory=time.time)
 
 

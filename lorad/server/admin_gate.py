@@ -14,19 +14,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorad.errors import LoradError
-from lorad.sockets import Peer
+from lorad.sockets import AdminGroups, Peer, Role
 from lorad.wire import API_HEADER, API_VERSION, REQUEST_ID_HEADER
 
 log = logging.getLogger("lorad.admin")
+_READING = ("GET", "HEAD")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Gate:
-    """ASGI middleware. A peer that is no admin gets 403 whatever it asks for."""
+    """ASGI middleware. Peers without a role get 403 for everything, readers for a change."""
 
-    def __init__(self, app: ASGIApp, admin_gid: int | None) -> None:
+    def __init__(self, app: ASGIApp, groups: AdminGroups) -> None:
         self.app = app
-        self.admin_gid = admin_gid
+        self.groups = groups
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,15 +48,18 @@ class Gate:
             await send(message)
 
         try:
-            if peer is None or not peer.is_admin(self.admin_gid):
-                await error_response(_forbidden(peer), request_id)(scope, receive, tagged)
+            role = peer.role(self.groups) if peer else "none"
+            scope["state"]["role"] = role
+            if role == "none" or (role == "read" and scope["method"] not in _READING):
+                error = _forbidden(peer, role)
+                await error_response(error, request_id, close=True)(scope, receive, tagged)
             else:
                 await self.app(scope, receive, tagged)
         except Exception:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if status:  # the answer has begun: all that is left is to break it off
                 raise
-            await error_response(_internal(request_id), request_id)(scope, receive, tagged)
+            await error_response(internal_error(request_id), request_id)(scope, receive, tagged)
         _log_change(scope, peer, status, request_id)
 
 
@@ -92,16 +96,17 @@ def _request_id(headers: Headers) -> str:
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
 
 
-def _forbidden(peer: Peer | None) -> LoradError:
+def _forbidden(peer: Peer | None, role: Role) -> LoradError:
     who = f"uid {peer.uid}" if peer else "a peer without credentials"
+    what = "may read, but change nothing" if role == "read" else "may not use the admin socket"
     return LoradError(
         "socket.permission",
-        f"{who} may not use the admin socket",
+        f"{who} {what}",
         hint="run it as the daemon's user or as root, or join its admin_group",
     )
 
 
-def _internal(request_id: str) -> LoradError:
+def internal_error(request_id: str) -> LoradError:
     return LoradError(
         "daemon.error",
         "the daemon failed while it handled this request",

@@ -13,14 +13,10 @@ from lorad.adapter_ref import AdapterName, check_version_label
 from lorad.errors import LoradError
 from lorad.registry.records import Who
 from lorad.server.admin_context import context
+from lorad.server.admin_fields import Fields, invalid
 
 _BODY_LIMIT = 64 << 10
-_TEXT_LIMIT = 2000  # characters of a reason or a message
 _TRUE, _FALSE = ("1", "true"), ("0", "false", "")
-
-
-def invalid(message: str, hint: str = "", **details: Any) -> LoradError:
-    return LoradError("request.invalid", message, hint=hint, details=details)
 
 
 def who(request: Request) -> Who:
@@ -49,6 +45,26 @@ def query_count(request: Request, key: str, default: int, most: int) -> int:
     if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
         raise invalid(f"{key}={text[:20]!r} is not a number from 1 to {most}")
     return int(text)
+
+
+def query_number(request: Request, key: str, default: int) -> int:
+    """A whole number, 0 or above."""
+    text = request.query_params.get(key, str(default))
+    if not text.isdecimal() or len(text) > 18:
+        raise invalid(f"{key}={text[:20]!r} is not a whole number")
+    return int(text)
+
+
+def query_seconds(request: Request, key: str, default: float, most: float) -> float:
+    """Seconds, with or without an `s` after them; more than `most` is taken as that."""
+    text = request.query_params.get(key, str(default)).removesuffix("s")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise invalid(f"{key}={text[:20]!r} is not a number of seconds")
+    return min(seconds, most)
 
 
 def dry_run(request: Request) -> bool:
@@ -83,13 +99,22 @@ async def body_chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """A JSON object of at most 64 KiB; no body at all is an empty one."""
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body; `request.too_large`, or `request.invalid` when it takes too long."""
     body = bytearray()
+    deadline = anyio.current_time() + context(request).limits.read_timeout
     async for chunk in body_chunks(request):
         body += chunk
-        if len(body) > _BODY_LIMIT:
-            raise LoradError("request.too_large", f"the body is larger than {_BODY_LIMIT} bytes")
+        if len(body) > limit:
+            raise LoradError("request.too_large", f"the body is larger than {limit} bytes")
+        if anyio.current_time() > deadline:
+            raise invalid("the body came too slowly")
+    return bytes(body)
+
+
+async def read_json(request: Request, limit: int = _BODY_LIMIT) -> dict[str, Any]:
+    """A JSON object of at most `limit` bytes; no body at all is an empty one."""
+    body = await read_body(request, limit)
     if not body:
         return {}
     try:
@@ -101,49 +126,5 @@ async def read_json(request: Request) -> dict[str, Any]:
     return found
 
 
-class Fields:
-    """The fields of a JSON object, taken out one by one, each of its type."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        self._left = dict(body)
-
-    def text(self, key: str, default: str = "") -> str:
-        value = self._left.pop(key, default)
-        if not isinstance(value, str) or len(value) > _TEXT_LIMIT:
-            raise invalid(f"{key!r} must be a string of at most {_TEXT_LIMIT} characters")
-        return value
-
-    def required_text(self, key: str) -> str:
-        if not self._left.get(key):
-            raise invalid(f"{key!r} is missing")
-        return self.text(key)
-
-    def label(self, key: str) -> str | None:
-        """A version label, or None when it is absent or null."""
-        value = self._left.pop(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise invalid(f"{key!r} must be a version label")
-        return check_version_label(value)
-
-    def flag(self, key: str) -> bool:
-        value = self._left.pop(key, False)
-        if not isinstance(value, bool):
-            raise invalid(f"{key!r} must be true or false")
-        return value
-
-    def seconds(self, key: str, default: float) -> float:
-        value = self._left.pop(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 86400:
-            raise invalid(f"{key!r} must be a number of seconds, at most 86400")
-        return float(value)
-
-    def end(self) -> None:
-        """Refuse what is left: a misspelt field must not be taken for an absent one."""
-        if self._left:
-            raise invalid(f"unknown fields: {', '.join(map(repr, list(self._left)[:5]))}"[:300])
-
-
-async def read_fields(request: Request) -> Fields:
-    return Fields(await read_json(request))
+async def read_fields(request: Request, limit: int = _BODY_LIMIT) -> Fields:
+    return Fields(await read_json(request, limit))

@@ -7,7 +7,6 @@ from functools import partial
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from lorad import wire
 from lorad.adapter_ref import AdapterName
@@ -16,6 +15,7 @@ from lorad.registry.catalog import version_failed
 from lorad.registry.records import Version
 from lorad.server.admin_changes import bring_to_device
 from lorad.server.admin_context import AdminContext, context
+from lorad.server.admin_operations import change
 from lorad.server.admin_request import dry_run, path_name, path_version, read_fields, who
 from lorad.server.admin_views import states
 
@@ -106,6 +106,13 @@ def _refuse_in_use(ctx: AdminContext, version: Version) -> None:
             hint="promote another version first, or use --force",
             details={"adapter": str(name), "version": label},
         )
+    if ctx.registry.is_canary(version.ref):
+        raise LoradError(
+            "version.canary",
+            f"{version.ref} is the canary of {str(name)!r}: its next request would load it again",
+            hint=f"`loractl canary {name} --off` first, or use --force",
+            details={"adapter": str(name), "version": label},
+        )
     if version.pinned:
         raise LoradError(
             "version.pinned",
@@ -159,8 +166,8 @@ def _pinned(version: Version, pinned: bool, *, dry_run: bool) -> Response:
 _VERSION = f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}"
 
 RESIDENCY_ROUTES = [
-    Route(f"{_VERSION}:load", load, methods=["POST"]),
-    Route(f"{_VERSION}:unload", unload, methods=["POST"]),
-    Route(f"{_VERSION}:pin", pin, methods=["POST"]),
-    Route(f"{_VERSION}:unpin", unpin, methods=["POST"]),
+    change(f"{_VERSION}:load", load),
+    change(f"{_VERSION}:unload", unload),
+    change(f"{_VERSION}:pin", pin),
+    change(f"{_VERSION}:unpin", unpin),
 ]

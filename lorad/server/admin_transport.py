@@ -14,24 +14,43 @@ from lorad.sockets import Peer
 
 log = logging.getLogger("lorad.admin")
 
+_WARN_SECONDS = 5.0
+
 
 class AdminProtocol(H11Protocol):
     """HTTP/1.1 on the admin socket; requests find the peer in `request.state.peer`."""
 
     max_connections: ClassVar[int] = 64
+    max_of_one_process: ClassVar[int] = 16
     header_seconds: ClassVar[float] = 10.0  # from the first byte of a request, or connecting
 
+    _warned_at: ClassVar[float] = -_WARN_SECONDS
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            log.warning("closed a connection: %d are open", self.max_connections)
+            self._warn("closed connections: %d are open", self.max_connections)
             transport.close()
             return
         peer = Peer.of(transport.get_extra_info("socket"))
+        self._peer = (peer.uid, peer.pid)
+        if self._of_the_same_process() > self.max_of_one_process:
+            self._warn("closed connections: pid %d has %d", peer.pid, self.max_of_one_process)
+            transport.close()
+            return
         self.app_state = {**self.app_state, "peer": peer}
         self._watch_header()
+
+    def _warn(self, message: str, *values: int) -> None:
+        """A line now and then: a flood of connections must not become one of the log."""
+        now = self.loop.time()
+        if now - AdminProtocol._warned_at > _WARN_SECONDS:
+            AdminProtocol._warned_at = now
+            log.warning(message, *values)
+
+    def _of_the_same_process(self) -> int:
+        return sum(getattr(other, "_peer", None) == self._peer for other in self.connections)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -14,7 +14,9 @@ from lorad.adapter_ref import AdapterName
 from lorad.errors import LoradError
 from lorad.registry.records import Pushed
 from lorad.server.admin_context import context
-from lorad.server.admin_request import body_chunks, dry_run, invalid, read_fields, who
+from lorad.server.admin_fields import invalid
+from lorad.server.admin_operations import change
+from lorad.server.admin_request import body_chunks, dry_run, read_fields, who
 from lorad.server.admin_views import states, version_info
 from lorad.server.uploads import Upload, Uploads, write_file
 
@@ -120,6 +122,6 @@ def _check_complete(upload: Upload) -> None:
 UPLOAD_ROUTES = [
     Route(wire.UPLOADS, create, methods=["POST"]),
     Route(f"{wire.UPLOADS}/{{id}}/files/{{file}}", put_file, methods=["PUT"]),
-    Route(f"{wire.UPLOADS}/{{id}}:commit", commit, methods=["POST"]),
+    change(f"{wire.UPLOADS}/{{id}}:commit", commit),
     Route(f"{wire.UPLOADS}/{{id}}", discard, methods=["DELETE"]),
 ]

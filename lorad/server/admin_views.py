@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from lorad.engine.messages import AdapterState, EngineStats, StepRecord
-from lorad.registry.records import Adapter, Event, Move, Version, Who
+from lorad.registry.records import Adapter, CanaryMove, Event, Move, Version, Who
+from lorad.server.canary_watch import Counts
+from lorad.server.self_test import SelfTestResult
 from lorad.wire import (
     AdapterInfo,
+    CanaryInfo,
+    CanaryResult,
+    CountsInfo,
     EngineInfo,
     EventInfo,
     MoveResult,
     ResidencyInfo,
+    SelfTestInfo,
     StepInfo,
+    StoreInfo,
+    TtftInfo,
     VersionInfo,
     WhoInfo,
 )
@@ -28,17 +38,61 @@ def who_info(who: Who) -> WhoInfo:
     return {"uid": who.uid, "pid": who.pid}
 
 
-def adapter_info(adapter: Adapter, resident: States) -> AdapterInfo:
+def adapter_info(adapter: Adapter, resident: States, counts: Mapping[str, Counts]) -> AdapterInfo:
+    """`counts` are of its live version and its canary."""
     return {
         "name": str(adapter.name),
         "generation": adapter.generation,
         "live": adapter.live,
         "live_since": adapter.live_since,
+        "canary": canary_info(adapter, counts),
         "created_at": adapter.created_at,
         "versions": [
             version_info(version, resident, live=label == adapter.live)
             for label, version in adapter.versions.items()
         ],
+    }
+
+
+def canary_info(adapter: Adapter, counts: Mapping[str, Counts]) -> CanaryInfo | None:
+    if adapter.canary is None:
+        return None
+    return {
+        "version": adapter.canary.version,
+        "percent": adapter.canary.percent,
+        "auto_rollback": adapter.canary.auto_rollback,
+        "since": adapter.canary.since,
+        "counts": {label: counts_info(found) for label, found in counts.items()},
+    }
+
+
+def counts_info(counts: Counts) -> CountsInfo:
+    return {
+        "requests": counts.requests,
+        "errors": counts.errors,
+        "nonfinite": counts.nonfinite,
+        "prompt_tokens": counts.prompt_tokens,
+        "generated_tokens": counts.generated_tokens,
+        "first_tokens": counts.first_tokens,
+        "ttft_seconds": counts.ttft_seconds,
+    }
+
+
+def self_test_info(result: SelfTestResult | None) -> SelfTestInfo | None:
+    return {"prompts": result.prompts, "effect": result.effect} if result else None
+
+
+def canary_result(move: CanaryMove, *, dry_run: bool) -> CanaryResult:
+    after = move.after
+    return {
+        "name": str(move.name),
+        "from_version": move.before.version if move.before else None,
+        "version": after.version if after else None,
+        "percent": after.percent if after else 0.0,
+        "auto_rollback": bool(after and after.auto_rollback),
+        "generation": move.generation,
+        "changed": move.changed,
+        "dry_run": dry_run,
     }
 
 
@@ -79,6 +133,7 @@ def residency_info(state: AdapterState | None) -> ResidencyInfo:
 def event_info(event: Event) -> EventInfo:
     return {
         "id": event.id,
+        "name": str(event.name),
         "at": event.at,
         "who": who_info(event.who),
         "action": event.action.value,
@@ -86,6 +141,7 @@ def event_info(event: Event) -> EventInfo:
         "to_version": event.to_version,
         "generation": event.generation,
         "reason": event.reason,
+        "percent": event.percent,
     }
 
 
@@ -113,6 +169,29 @@ def engine_info(stats: EngineStats) -> EngineInfo:
         "adapter_pages": stats.adapter_pages,
         "page_bytes": stats.page_bytes,
         "host_cache_bytes": stats.host_cache_bytes,
+    }
+
+
+def store_info(state: Path) -> StoreInfo:
+    """Of the disk that holds the registry. Zeros when it does not answer."""
+    try:
+        disk = shutil.disk_usage(state)
+    except OSError:
+        return {"path": str(state), "free_bytes": 0, "total_bytes": 0}
+    return {"path": str(state), "free_bytes": disk.free, "total_bytes": disk.total}
+
+
+def ttft_info(recent: Iterable[tuple[str, float]]) -> TtftInfo:
+    """Of the last requests, in seconds: all of them, and each version's own."""
+    by_version: dict[str, list[float]] = {}
+    for label, seconds in recent:
+        by_version.setdefault(label, []).append(seconds)
+    every = sorted(seconds for times in by_version.values() for seconds in times)
+    return {
+        "requests": len(every),
+        "p50": every[len(every) // 2] if every else None,
+        "p99": every[len(every) * 99 // 100] if every else None,
+        "p50_by_version": {k: sorted(v)[len(v) // 2] for k, v in by_version.items()},
     }
 
 

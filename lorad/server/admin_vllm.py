@@ -18,9 +18,10 @@ from starlette.routing import Route
 from lorad import wire
 from lorad.adapter_ref import AdapterName
 from lorad.errors import LoradError
-from lorad.server.admin_changes import bring_to_device
+from lorad.server.admin_changes import ready_to_serve
 from lorad.server.admin_context import AdminContext, context
-from lorad.server.admin_request import Fields, invalid, read_json, who
+from lorad.server.admin_fields import Fields, invalid
+from lorad.server.admin_request import read_json, who
 
 _REASON = "vLLM route"
 
@@ -39,7 +40,7 @@ async def load_lora_adapter(request: Request) -> Response:
     asked_by = who(request)
     push = partial(ctx.registry.push, path, name, who=asked_by, message=_REASON)
     version = (await to_thread.run_sync(push)).version
-    await bring_to_device(ctx, version)
+    await ready_to_serve(ctx, version)
     flip = partial(ctx.registry.promote, name, version.label, who=asked_by, reason=_REASON)
     await to_thread.run_sync(flip)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

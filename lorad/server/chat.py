@@ -15,7 +15,7 @@ from lorad.server.logprobs import chat_logprobs
 from lorad.server.prompts import answer_limit, chat_tokens
 from lorad.server.protocol import parse_chat
 from lorad.server.request_context import tell_adapter, tell_ignored
-from lorad.server.serving import serving_of
+from lorad.server.serving import caller, serving_of
 
 
 async def chat_completions(request: Request) -> Response:
@@ -23,7 +23,7 @@ async def chat_completions(request: Request) -> Response:
     tenant = serving.api_keys.tenant(request)
     body = parse_chat(await read_object(request, serving.limits.max_body_bytes), serving.limits)
     tell_ignored(request, body.options.ignored)
-    adapter = serving.resolve(body.options.model, tenant)
+    adapter = serving.resolve(body.options.model, tenant, caller(request, body.options.user))
     tell_adapter(request, adapter)
     prompt = await chat_tokens(serving, body.messages)
     job = Job(

@@ -17,7 +17,7 @@ from lorad.server.prompt_fields import Prompt
 from lorad.server.prompts import answer_limit, prompt_tokens
 from lorad.server.protocol import CompletionBody, parse_completion
 from lorad.server.request_context import tell_adapter, tell_ignored
-from lorad.server.serving import serving_of
+from lorad.server.serving import caller, serving_of
 
 
 async def completions(request: Request) -> Response:
@@ -27,7 +27,7 @@ async def completions(request: Request) -> Response:
         await read_object(request, serving.limits.max_body_bytes), serving.limits
     )
     tell_ignored(request, body.options.ignored)
-    adapter = serving.resolve(body.options.model, tenant)
+    adapter = serving.resolve(body.options.model, tenant, caller(request, body.options.user))
     tell_adapter(request, adapter)
     prompts = await prompt_tokens(serving, body.prompts)
     job = Job(

@@ -15,10 +15,11 @@ from prometheus_client.registry import Collector
 from lorad.engine.messages import EngineStats
 
 
-def metrics_source(stats: Callable[[], EngineStats]) -> Callable[[], bytes]:
-    """A function that renders the newest snapshot in the text format."""
+def metrics_source(stats: Callable[[], EngineStats], *others: Collector) -> Callable[[], bytes]:
+    """A function that renders the newest snapshot, and `others`, in the text format."""
     registry = CollectorRegistry()
-    registry.register(_EngineCollector(stats))
+    for collector in (_EngineCollector(stats), *others):
+        registry.register(collector)
     return lambda: generate_latest(registry)
 
 

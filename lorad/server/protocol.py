@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lorad.engine.messages import SamplingParams
-from lorad.server.fields import Fields, integer_of, invalid, object_of
+from lorad.server.fields import Fields, integer_of, invalid, object_of, text_of
 from lorad.server.limits import Limits
 from lorad.server.prompt_fields import Prompt, read_messages, read_prompts
 from lorad.server.sampling_fields import read_sampling
+
+_USER_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class Options:
     """What completions and chat have in common."""
 
     model: str
+    user: str | None  # the caller's own name for whom it asks; only a canary looks at it
     n: int
     stream: bool
     include_usage: bool
@@ -90,8 +93,18 @@ def _options(
     if best_of is not None and best_of > n:
         raise invalid("best_of", f"is {best_of}, more than n ({n}): all answers are returned")
     sampling = read_sampling(fields, limits, logprobs)
+    user = _user(fields)
     ignored = (*fields.unknown(), *unread)
-    return Options(model, n, stream, include_usage, max_tokens, sampling, ignored)
+    return Options(model, user, n, stream, include_usage, max_tokens, sampling, ignored)
+
+
+def _user(fields: Fields) -> str | None:
+    """`user`, or OpenAI's newer name for it."""
+    for name in ("user", "safety_identifier"):
+        value = fields.raw(name)
+        if value is not None:
+            return text_of(value, name)[:_USER_CHARS]
+    return None
 
 
 def _stream_options(value: Any, stream: bool) -> tuple[bool, list[str]]:

@@ -42,8 +42,10 @@ class LiveAdapter(Protocol):
 class ResolvesModels(Protocol):
     """The registry, as far as the public routes know it. Answers from memory."""
 
-    def resolve(self, model: str) -> AdapterRef:
-        """`tenant/name` or `tenant/name@v3`; `adapter.not_found`, `version.not_found`."""
+    def resolve(self, model: str, sticky: str | None = None) -> AdapterRef:
+        """`sticky` names the caller, for a canary's share.
+
+        `tenant/name` or `tenant/name@v3`; `adapter.not_found`, `version.not_found`."""
         ...
 
     def live_adapters(self) -> Iterable[LiveAdapter]: ...
@@ -62,9 +64,12 @@ class Serving:
     api_keys: ApiKeys
     started_at: int  # seconds since the epoch
 
-    def resolve(self, model: str, tenant: str | None) -> AdapterRef | None:
+    def resolve(
+        self, model: str, tenant: str | None, sticky: str | None = None
+    ) -> AdapterRef | None:
         """The adapter version that `model` names for this caller, or None for the base model.
 
+        `sticky` names the caller, and so decides whether a canary answers.
         Another tenant's adapter and one that does not exist give the same error.
         """
         if model == self.base_model:
@@ -72,7 +77,7 @@ class Serving:
         try:
             name, _ = split_version(model)
             if self.api_keys.allow(tenant, name):
-                return self.registry.resolve(model)
+                return self.registry.resolve(model, sticky)
         except LoradError as error:
             if error.code not in _UNKNOWN:
                 raise
@@ -82,6 +87,17 @@ class Serving:
             hint="GET /v1/models lists the models that can be used",
             details={"param": "model"},
         )
+
+
+def caller(request: Request, user: str | None) -> str:
+    """Whom a canary is to treat alike: the request's `user`, else its API key, else its address.
+
+    A `user` is the caller's own word, so two keys' users of one name are two callers.
+    """
+    key = request.headers.get("authorization", "")
+    if user is not None:
+        return f"user:{key}:{user}"
+    return f"key:{key}" if key else f"address:{request.client.host if request.client else ''}"
 
 
 def serving_of(request: Request) -> Serving:
