@@ -74,6 +74,7 @@ _loractl() {
         "push --if-generation") return ;;
         "push --socket") _loractl_paths "$current"; return ;;
         "push --timeout") return ;;
+        "promote --check") _loractl_paths "$current"; return ;;
         "promote --reason"|"promote -r") return ;;
         "promote --if-generation") return ;;
         "promote --socket") _loractl_paths "$current"; return ;;
@@ -83,6 +84,11 @@ _loractl() {
         "rollback --if-generation") return ;;
         "rollback --socket") _loractl_paths "$current"; return ;;
         "rollback --timeout") return ;;
+        "canary --percent") return ;;
+        "canary --reason"|"canary -r") return ;;
+        "canary --if-generation") return ;;
+        "canary --socket") _loractl_paths "$current"; return ;;
+        "canary --timeout") return ;;
         "list --tenant") return ;;
         "list --interval") return ;;
         "list --socket") _loractl_paths "$current"; return ;;
@@ -95,6 +101,11 @@ _loractl() {
         "status --interval") return ;;
         "status --socket") _loractl_paths "$current"; return ;;
         "status --timeout") return ;;
+        "top --interval") return ;;
+        "top --socket") _loractl_paths "$current"; return ;;
+        "top --timeout") return ;;
+        "doctor --socket") _loractl_paths "$current"; return ;;
+        "doctor --timeout") return ;;
         "load --socket") _loractl_paths "$current"; return ;;
         "load --timeout") return ;;
         "unload --drain-timeout") return ;;
@@ -106,11 +117,23 @@ _loractl() {
         "unpin --timeout") return ;;
         "delete --socket") _loractl_paths "$current"; return ;;
         "delete --timeout") return ;;
+        "gc --keep") return ;;
+        "gc --socket") _loractl_paths "$current"; return ;;
+        "gc --timeout") return ;;
+        "drain --drain-timeout") return ;;
+        "drain --socket") _loractl_paths "$current"; return ;;
+        "drain --timeout") return ;;
+        "resume --socket") _loractl_paths "$current"; return ;;
+        "resume --timeout") return ;;
+        "events --after") return ;;
+        "events --socket") _loractl_paths "$current"; return ;;
+        "operation --socket") _loractl_paths "$current"; return ;;
+        "operation --timeout") return ;;
         "version --socket") _loractl_paths "$current"; return ;;
     esac
 
     case $command in
-        "") _loractl_words "plan inspect resize push promote rollback list show history status load unload pin unpin delete version --install-completion --show-completion --help -h" "$current" ;;
+        "") _loractl_words "plan inspect resize push promote rollback canary list show history status top doctor load unload pin unpin delete gc drain resume events operation version --install-completion --show-completion --help -h" "$current" ;;
         plan)
             _loractl_words "--model --rank --adapters --spectrum --targets --dtype --kv-dtype --gpu --vram --slab --host-ram --gpu-memory-utilization --disk-gb-s --context --concurrency --tp --max-num-batched-tokens --fleet --popularity --rate --tokens --trace --miss --max-loras --max-cpu-loras --max-lora-rank --processes --replicas --routing --speculation --compare --explain --sweep --plot --emit --json --help -h" "$current" ;;
         inspect)
@@ -118,11 +141,13 @@ _loractl() {
         resize)
             if [[ $current == -* ]]; then _loractl_words "--out -o --rank --energy --json --help -h" "$current"; else _loractl_paths "$current"; fi ;;
         push)
-            if [[ $current == -* ]]; then _loractl_words "--version --message -m --promote --reason -r --if-generation --dry-run --socket --timeout --json --help -h" "$current"; else _loractl_paths "$current"; fi ;;
+            if [[ $current == -* ]]; then _loractl_words "--version --message -m --promote --reason -r --if-generation --dry-run --detach --wait --socket --timeout --json --help -h" "$current"; else _loractl_paths "$current"; fi ;;
         promote)
-            _loractl_words "--reason -r --if-generation --dry-run --socket --timeout --json --help -h" "$current" ;;
+            _loractl_words "--check --reason -r --if-generation --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
         rollback)
-            _loractl_words "--to --reason -r --if-generation --dry-run --socket --timeout --json --help -h" "$current" ;;
+            _loractl_words "--to --reason -r --if-generation --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
+        canary)
+            _loractl_words "--percent --off --auto-rollback --reason -r --if-generation --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
         list)
             _loractl_words "--tenant --watch -w --interval --socket --timeout --json --help -h" "$current" ;;
         show)
@@ -131,16 +156,30 @@ _loractl() {
             _loractl_words "--limit -n --socket --timeout --json --help -h" "$current" ;;
         status)
             _loractl_words "--watch -w --interval --socket --timeout --json --help -h" "$current" ;;
+        top)
+            _loractl_words "--once --interval --socket --timeout --json --help -h" "$current" ;;
+        doctor)
+            _loractl_words "--socket --timeout --json --help -h" "$current" ;;
         load)
-            _loractl_words "--pin --dry-run --socket --timeout --json --help -h" "$current" ;;
+            _loractl_words "--pin --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
         unload)
-            _loractl_words "--force --drain-timeout --dry-run --socket --timeout --json --help -h" "$current" ;;
+            _loractl_words "--force --drain-timeout --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
         pin)
             _loractl_words "--dry-run --socket --timeout --json --help -h" "$current" ;;
         unpin)
             _loractl_words "--dry-run --socket --timeout --json --help -h" "$current" ;;
         delete)
-            _loractl_words "--yes -y --force --dry-run --socket --timeout --json --help -h" "$current" ;;
+            _loractl_words "--yes -y --force --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
+        gc)
+            _loractl_words "--keep --dry-run --detach --wait --socket --timeout --json --help -h" "$current" ;;
+        drain)
+            _loractl_words "--drain-timeout --dry-run --socket --timeout --json --help -h" "$current" ;;
+        resume)
+            _loractl_words "--dry-run --socket --timeout --json --help -h" "$current" ;;
+        events)
+            _loractl_words "--after --follow -f --socket --json --help -h" "$current" ;;
+        operation)
+            _loractl_words "--wait --socket --timeout --json --help -h" "$current" ;;
         version)
             _loractl_words "--socket --json --help -h" "$current" ;;
     esac

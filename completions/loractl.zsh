@@ -14,17 +14,25 @@ _loractl() {
         'inspect:Check an adapter from its two headers alone\: ranks, scalings, targets, bytes'
         'resize:Write an adapter with lower ranks\: the best approximation of each of its deltas'
         'push:Upload an adapter as a new, immutable version'
-        'promote:Make a version live\: loaded first, then switched in one step'
+        'promote:Make a version live\: loaded and tried first, then switched in one step'
         'rollback:Make the version that was live before live again'
+        'canary:Give a share of an adapter'\''s callers a version that is not live yet'
         'list:List the adapters\: live version, rank, size, and the tier of memory it is in'
         'show:Show an adapter and its versions, or with @VERSION all that is known of that one'
         'history:Show the changes of an adapter, newest first'
         'status:Show what the daemon is doing\: requests, pages, adapters by tier'
+        'top:Watch the daemon work\: pages, tiers, queue, tokens a second and TTFT of each version'
+        'doctor:Check socket, permissions, versions of both programs, store, disk and adapters'
         'load:Bring a version onto the device now, so that its first request does not wait'
         'unload:Free a version'\''s memory'
         'pin:Load a version and keep it loaded, also after a restart'
         'unpin:Let a pinned version be evicted again when it is idle'
         'delete:Delete a version and its files, or without a version the whole adapter'
+        'gc:Delete versions beyond the newest few of each adapter'
+        'drain:Refuse new requests with status 503, and wait until the running ones have ended'
+        'resume:Take requests again after a drain'
+        'events:Show the changes of every adapter, oldest first'
+        'operation:Show an operation, or the last of them'
         'version:Print the versions of loractl and of the daemon'
     )
     _arguments -C \
@@ -105,18 +113,23 @@ _loractl() {
                     '(--reason -r)-r+[Why, for the history.]:TEXT: ' \
                     '(--if-generation)--if-generation=[Refuse, with exit 7, unless the adapter is still at this generation.]:N: ' \
                     '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
                     '(--json)--json[Print one JSON document.]' \
                     '(--help -h)--help[Show the help and exit.]' \
                     '(--help -h)-h[Show the help and exit.]' \
                     '1:NAME: ' \
-                    '2:DIRECTORY:_files' ;;
+                    '2:SOURCE:_files' ;;
                 promote) _arguments \
+                    '(--check)--check=[Prompts that it must answer rightly first\: JSON lines with prompt (or messages) and must_contain (or tokens).]:FILE:_files' \
                     '(--reason -r)--reason=[Why, for the history.]:TEXT: ' \
                     '(--reason -r)-r+[Why, for the history.]:TEXT: ' \
                     '(--if-generation)--if-generation=[Refuse, with exit 7, unless the adapter is still at this generation.]:N: ' \
                     '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
                     '(--json)--json[Print one JSON document.]' \
@@ -130,12 +143,31 @@ _loractl() {
                     '(--reason -r)-r+[Why, for the history.]:TEXT: ' \
                     '(--if-generation)--if-generation=[Refuse, with exit 7, unless the adapter is still at this generation.]:N: ' \
                     '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
                     '(--json)--json[Print one JSON document.]' \
                     '(--help -h)--help[Show the help and exit.]' \
                     '(--help -h)-h[Show the help and exit.]' \
                     '1:NAME: ' ;;
+                canary) _arguments \
+                    '(--percent)--percent=[Share of the bare name'\''s callers; 0 ends it.]:X: ' \
+                    '(--off)--off[End it, as --percent 0 does.]' \
+                    '(--auto-rollback)--auto-rollback[End it when its requests fail more than live'\''s.]' \
+                    '(--reason -r)--reason=[Why, for the history.]:TEXT: ' \
+                    '(--reason -r)-r+[Why, for the history.]:TEXT: ' \
+                    '(--if-generation)--if-generation=[Refuse, with exit 7, unless the adapter is still at this generation.]:N: ' \
+                    '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' \
+                    '1:NAME\[@VERSION\]: ' \
+                    '2::\[VERSION\]: ' ;;
                 list) _arguments \
                     '(--tenant)--tenant=[Only this tenant'\''s.]:TEXT: ' \
                     '(--watch -w)--watch[Print again and again; with --json one line each time.]' \
@@ -171,9 +203,25 @@ _loractl() {
                     '(--json)--json[Print one JSON document.]' \
                     '(--help -h)--help[Show the help and exit.]' \
                     '(--help -h)-h[Show the help and exit.]' ;;
+                top) _arguments \
+                    '(--once)--once[Print the screen once and end.]' \
+                    '(--interval)--interval=[Seconds between two looks of --watch.]:X: ' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' ;;
+                doctor) _arguments \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' ;;
                 load) _arguments \
                     '(--pin)--pin[Keep it loaded, also after a restart.]' \
                     '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
                     '(--json)--json[Print one JSON document.]' \
@@ -184,6 +232,8 @@ _loractl() {
                     '(--force)--force[Even if it is live or pinned (it is unpinned).]' \
                     '(--drain-timeout)--drain-timeout=[Seconds to wait for its running requests.]:X: ' \
                     '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
                     '(--json)--json[Print one JSON document.]' \
@@ -211,12 +261,56 @@ _loractl() {
                     '(--yes -y)-y[Do not ask.]' \
                     '(--force)--force[Delete an adapter although it is live or pinned.]' \
                     '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
                     '(--json)--json[Print one JSON document.]' \
                     '(--help -h)--help[Show the help and exit.]' \
                     '(--help -h)-h[Show the help and exit.]' \
                     '1:NAME\[@VERSION\]: ' ;;
+                gc) _arguments \
+                    '(--keep)--keep=[Newest versions of each adapter that stay; registry.keep if not given.]:N: ' \
+                    '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--detach --wait)--detach[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--detach --wait)--wait[Print the operation'\''s id and go, instead of waiting for its end.]' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' \
+                    '1::\[NAME\]: ' ;;
+                drain) _arguments \
+                    '(--drain-timeout)--drain-timeout=[Seconds to wait for the running requests.]:X: ' \
+                    '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' ;;
+                resume) _arguments \
+                    '(--dry-run)--dry-run[Change nothing; exit 1 if the command would change something.]' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' ;;
+                events) _arguments \
+                    '(--after)--after=[Only what came after the event with this id.]:N: ' \
+                    '(--follow -f)--follow[Go on with what happens from now on.]' \
+                    '(--follow -f)-f[Go on with what happens from now on.]' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' ;;
+                operation) _arguments \
+                    '(--wait)--wait[Until it has ended; exit 9 after --timeout.]' \
+                    '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
+                    '(--timeout)--timeout=[Seconds to wait for the daemon.]:X: ' \
+                    '(--json)--json[Print one JSON document.]' \
+                    '(--help -h)--help[Show the help and exit.]' \
+                    '(--help -h)-h[Show the help and exit.]' \
+                    '1::\[ID\]: ' ;;
                 version) _arguments \
                     '(--socket)--socket=[Admin socket of the daemon.]:PATH:_files' \
                     '(--json)--json[Print one JSON document.]' \

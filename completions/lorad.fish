@@ -37,6 +37,7 @@ complete -c lorad -n "__lorad_command_is start" -l threads -x -d 'CPU threads of
 complete -c lorad -n "__lorad_command_is start" -l slab-bytes -x -d 'Pages for KV and adapters, such as "8GiB".'
 complete -c lorad -n "__lorad_command_is start" -l gpu-memory-utilization -x -d 'Share of the GPU\'s memory that lorad may fill.'
 complete -c lorad -n "__lorad_command_is start" -l registry -r -F -d 'Directory of the registry and the version store.'
+complete -c lorad -n "__lorad_command_is start" -l registry-keep -x -d 'Newest versions that stay after a promote; 0: all.'
 complete -c lorad -n "__lorad_command_is start" -l api-keys -r -F -d 'File of bearer keys.'
 complete -c lorad -n "__lorad_command_is start" -l log-level -x -a 'debug info warning error' -d 'debug, info, warning or error.'
 complete -c lorad -n "__lorad_command_is start" -l config -r -F -d 'Path of lorad.toml.'

@@ -45,6 +45,7 @@ _lorad() {
                     '(--slab-bytes)--slab-bytes=[Pages for KV and adapters, such as "8GiB".]:TEXT: ' \
                     '(--gpu-memory-utilization)--gpu-memory-utilization=[Share of the GPU'\''s memory that lorad may fill.]:X: ' \
                     '(--registry)--registry=[Directory of the registry and the version store.]:TEXT:_files' \
+                    '(--registry-keep)--registry-keep=[Newest versions that stay after a promote; 0\: all.]:N: ' \
                     '(--api-keys)--api-keys=[File of bearer keys.]:TEXT:_files' \
                     '(--log-level)--log-level=[debug, info, warning or error.]:TEXT:(debug info warning error)' \
                     '(--config)--config=[Path of lorad.toml.]:PATH:_files' \

@@ -270,7 +270,7 @@ def test_examples_of_the_man_page_can_be_typed(program):
     ("line", "fault"),
     [
         ("loractl promte x", "loractl has no command promte"),
-        ("echo x | sudo loractl promote x --wait", "promote has no option --wait"),
+        ("echo x | sudo loractl promote x --wayt", "promote has no option --wayt"),
         ("A=1 .venv/bin/lorad start --model", "--model has no value"),
         ("loractl push ./adapter", "push takes 2 to 2 arguments, not 1"),
         ("loractl plan --rank 8 \\\n  --gpu=l4-24g", "plan needs --model"),

@@ -69,7 +69,7 @@ RULES = {
     "lorad.adapters.weights": Rule((*BASE, *SIZING, *HEADERS), ("torch",)),
     "lorad.adapters.host_cache": Rule((*BASE, "lorad.adapters.weights")),
     "lorad.adapters.loader": Rule((*BASE, "lorad.adapters.weights")),
-    "lorad.registry": Rule((*BASE, *HEADERS, "lorad.registry")),
+    "lorad.registry": Rule((*BASE, *HEADERS, "lorad.registry"), lazy=("s3fs",)),
     "lorad_kernels": Rule(("lorad_kernels",), ("numpy", "torch")),
     "lorad_kernels.cpu_*": Rule(("lorad_kernels",), ("llvmlite", "numba", "numpy", "torch")),
     "lorad_kernels.triton_*": Rule(("lorad_kernels",), ("torch", "triton")),
@@ -104,12 +104,13 @@ RULES = {
     "loractl": Rule(
         (*BASE, CLIENT, *SIZING, *HEADERS, *SPECTRA, "loractl"),
         ("typer",),
-        lazy=("huggingface_hub", "matplotlib", "rich"),
+        lazy=("huggingface_hub", "matplotlib", "rich", "s3fs"),
     ),
 }
 # Third parties that no dependency of ours names, and why they are there all the same.
 UNDECLARED = {
     "llvmlite": "numba is built on it, and vector instructions are written with it",
+    "s3fs": "the extra s3; asked for where it is missing",
     "matplotlib": "`plan --plot FILE.png` asks for it where it is missing",
 }
 

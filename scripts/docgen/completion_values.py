@@ -40,6 +40,7 @@ PATHS = {
     "loractl plan --plot",
     "loractl inspect --base",
     "loractl inspect PATH",
+    "loractl push SOURCE",
 }
 
 

@@ -18,6 +18,7 @@ CLASSES = {
 }
 
 CODES = {
+    "check.failed": "A prompt of `promote --check` was answered wrong; nothing was promoted.",
     "usage.invalid": "Options or arguments that do not go together, or a value out of bounds.",
     "name.invalid": "Not a name: each part is 1 to 64 of a-z 0-9 . _ - , with a letter or digit "
     "at both ends.",
@@ -69,10 +70,14 @@ CODES = {
     "adapter.init_mutates_base": "The adapter's initialisation changed the base model, so it does "
     "not belong to the plain one.",
     "adapter.too_large": "A file or header is larger than any adapter's.",
+    "selftest.failed": "The version answers with NaN or not at all; nothing was promoted.",
     "version.exists": "The label or the content belongs to another version already.",
     "version.live": "The version is live; promote another one first.",
     "version.failed": "The version's stored files are damaged, so it cannot be served.",
     "version.pinned": "The version is pinned; unpin it first.",
+    "version.canary": "The version is a canary; end that first.",
+    "canary.no_live": "A canary needs a live version beside it; promote one first.",
+    "idempotency.conflict": "The Idempotency-Key was used for another request already.",
     "generation.changed": "Somebody else moved the adapter meanwhile; look again, then decide.",
     "rollback.no_previous": "There is no earlier live version to go back to.",
     "upload.incomplete": "A file of the upload is missing, or another request is working on it.",
@@ -86,6 +91,7 @@ CODES = {
     "store.no_space": "The disk of the state directory is full.",
     "daemon.unreachable": "Nothing answers on the admin socket, or the connection broke off.",
     "daemon.stopping": "The daemon is ending and takes nothing new.",
+    "daemon.draining": "The daemon was told to take no new requests; `loractl resume` ends that.",
     "operation.timeout": "No answer within the time given.",
     "drain.timeout": "Requests still use the version; nothing was unloaded.",
     "adapter.load_failed": "The version could not be brought into memory.",

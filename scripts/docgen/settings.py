@@ -9,7 +9,12 @@ from lorad.config import SETTINGS
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 # Options whose name is not the last part of one setting's name.
-_OTHER_NAMES = {"--model": "model.path", "--registry": "registry.path", "--log-level": "log.level"}
+_OTHER_NAMES = {
+    "--registry-keep": "registry.keep",
+    "--model": "model.path",
+    "--registry": "registry.path",
+    "--log-level": "log.level",
+}
 
 
 def setting_of(option: str) -> str | None:
