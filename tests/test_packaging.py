@@ -58,7 +58,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 def sources(tmp_path_factory):
     """A copy of what a build reads, so that nothing is written into the working tree."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in ("kernels", "lorad", "loractl"):
+    for name in ("kernels", "lorad", "loractl", "man"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

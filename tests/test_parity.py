@@ -91,7 +91,7 @@ def test_demo_model_with_its_adapters(demo_model, sync_engine):
     names = [*adapters, None]
     rows = [(prompt, name) for name in names for prompt in prompts(2, 49000, seed=len(name or ""))]
     expected = oracle(demo_model, adapters, rows, new_tokens=24)
-    engine = sync_engine(demo_model, adapters, dtype="float32", slab_bytes=2**28)
+    engine = sync_engine(demo_model, adapters, dtype="float32", slab_bytes=2**28, max_model_len=512)
     assert engine.generate(rows, max_tokens=24) == expected
     assert [engine.generate([row], max_tokens=24)[0] for row in rows] == expected
 
