@@ -240,6 +240,19 @@ def test_unload_waits_for_running_requests_and_frees_everything(bench) -> None:
     it.check_idle()
 
 
+def test_a_load_that_comes_during_an_unload_waits_for_its_end(bench) -> None:
+    it = bench()
+    it.load("a")
+    it.engine.add("running", PROMPTS[0], "a")
+    it.steps(2)
+    it.begin_unload("a")
+    it.core.handle(LoadAdapter("load", it.engine.ref("a")))
+    outputs = it.engine.run()
+    assert list(outputs) == ["running", "unload", "load"], "in this order"
+    assert isinstance(outputs["load"][0], AdapterLoaded)
+    assert it.state("a").residency == "device"
+
+
 def test_after_an_unload_nothing_is_left_and_a_reload_is_like_a_cold_start(bench) -> None:
     it = bench()
     it.engine.generate([(PROMPTS[0], "a"), (PROMPTS[0], "b")])

@@ -404,13 +404,14 @@ def test_the_newest_is_preempted_and_computed_again() -> None:
 
 
 def test_a_preempted_sequence_goes_before_those_that_wait() -> None:
-    bench = Bench(pages=5)
+    bench = Bench(pages=5, max_num_seqs=2)
     bench.add("old", prompt=4, max_tokens=12)
     bench.add("new", prompt=4, max_tokens=8)
-    bench.step()
-    while not bench.waiting:
-        bench.step()
     bench.add("later", prompt=4, max_tokens=1)
+    bench.step()
+    assert bench.waiting == ["later"]
+    while len(bench.waiting) == 1:
+        bench.step()
     assert bench.waiting == ["new", "later"]
     while bench.tokens("later") == 0:
         bench.step()

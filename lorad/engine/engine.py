@@ -138,7 +138,6 @@ class Engine:
 
     def _begin_unload(self, command: UnloadAdapter) -> None:
         digest = command.adapter.digest
-        self._scheduler.held.add(digest)
         running = self._scheduler.unfinished(digest)
         deadline = time.monotonic() + command.drain_timeout
         self._unloads.append(_PendingUnload(command, deadline, running))
@@ -154,16 +153,16 @@ class Engine:
             self._outputs.append(CommandFailed(pending.command.command_id, result.error))
 
     def _progress_commands(self) -> None:
-        for load in list(self._loads):
-            if (output := self._try_load(load)) is not None:
-                self._loads.remove(load)
-                self._outputs.append(output)
         for unload in list(self._unloads):
             if (answer := self._try_unload(unload)) is not None:
                 self._unloads.remove(unload)
                 self._outputs.append(answer)
-        # An adapter stays held until the last of several unloads of it has ended.
+        # An adapter is held until the last of several unloads of it has ended.
         self._scheduler.held = {unload.command.adapter.digest for unload in self._unloads}
+        for load in list(self._loads):
+            if (output := self._try_load(load)) is not None:
+                self._loads.remove(load)
+                self._outputs.append(output)
 
     def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
         command = load.command
