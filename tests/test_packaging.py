@@ -87,7 +87,7 @@ def target(wheel, tmp_path_factory):
 def test_wheel_has_three_packages_and_their_data(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {
+    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {
         "lorad",
         "loractl",
         "lorad_kernels",
@@ -99,6 +99,8 @@ def test_wheel_has_three_packages_and_their_data(wheel):
     }
     assert len(data) >= 3
     assert data <= names
+    manuals = {name.rpartition("/")[2] for name in names if ".data/data/share/man/" in name}
+    assert manuals == {"lorad.1", "loractl.1", "lorad.toml.5"}
 
 
 def test_wheel_has_every_module(wheel):
