@@ -107,16 +107,22 @@ def main() -> None:
         command += ["--port", "0", "--socket", str(socket), "--registry", f"{folder}/registry"]
         command += ["--dtype", "float32"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
-            line = daemon.stdout.readline() if daemon.stdout else ""
-            url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
-            admin = AdminClient(socket)
-            for adapter in given.adapters:
-                admin.push(adapter, NAME)
-            admin.promote(NAME, "v1")
-            report = run(
-                url, admin, seconds=given.seconds, clients=given.clients, tokens=given.tokens
-            )
-            daemon.terminate()
+            try:
+                line = daemon.stdout.readline() if daemon.stdout else ""
+                url = next(word for word in line.split() if word.startswith("http"))
+                admin = AdminClient(socket)
+                for adapter in given.adapters:
+                    admin.push(adapter, NAME)
+                admin.promote(NAME, "v1")
+                report = run(
+                    url.removesuffix("/v1"),
+                    admin,
+                    seconds=given.seconds,
+                    clients=given.clients,
+                    tokens=given.tokens,
+                )
+            finally:
+                daemon.terminate()
     slowest = max(report.move_seconds)
     print(f"{report.moves} moves (slowest {slowest:.2f} s), answers {dict(report.answers)}")
     print(f"{len(report.failed)} failed, {len(report.wrong)} wrong", *report.failed[:3])
