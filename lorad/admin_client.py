@@ -23,6 +23,7 @@ _SYSTEM_SOCKET = Path("/run/lorad") / SOCKET_NAME
 _UPLOAD_CHUNK = 1 << 18
 _LONGEST_POLL = 30.0  # seconds of one wait for an operation
 _POLL_MARGIN = 30.0
+_QUEUE_RETRY = 0.02
 _DRAIN_MARGIN = 30.0  # seconds that an unload may take beyond its drain
 
 Progress = Callable[[int], None]  # called with the bytes that were just sent
@@ -336,7 +337,7 @@ class AdminClient:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(timeout)
             try:
-                connection.connect(str(path))
+                _connect(connection, path, timeout)
             except OSError as error:
                 connection.close()
                 failure = failure or _unreachable(path, error)
@@ -375,6 +376,19 @@ def _still_running(operation: wire.OperationInfo, seconds: float) -> LoradError:
         hint=f"`loractl operation {operation['id']} --wait` waits for it",
         details={"operation": operation["id"]},
     )
+
+
+def _connect(connection: socket.socket, path: Path, timeout: float) -> None:
+    """A UNIX socket whose queue is full refuses at once, whatever the timeout: try again."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            connection.connect(str(path))
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_QUEUE_RETRY)
 
 
 def _unreachable(path: Path, error: OSError) -> LoradError:

@@ -153,6 +153,61 @@ def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(
     assert http.post("/v1/completions", json={**body, "model": "vanishing"}).status_code == 200
 
 
+def test_a_bad_load_harms_nobody(daemon, tiny_chat_model, tmp_path) -> None:
+    """Case R03: loads of what is not there, beside a running answer."""
+    (tmp_path / "empty").mkdir()
+    ask = partial(
+        daemon.openai().completions.create,
+        model="soak@v1",
+        prompt="Once",
+        max_tokens=60,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    cold = ask().choices[0].text
+    stream = ask(stream=True)
+    text = next(stream).choices[0].text
+    models = [model.id for model in daemon.openai().models.list()]
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(daemon.socket)), base_url="http://lorad"
+    ) as admin:
+        expected = {"absent": (404, "path.not_found"), "empty": (422, "adapter.config_missing")}
+        for folder, (status, code) in expected.items():
+            body = {"lora_name": "y", "lora_path": str(tmp_path / folder)}
+            answer = admin.post("/v1/load_lora_adapter", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert text + "".join(chunk.choices[0].text for chunk in stream) == cold
+    assert [model.id for model in daemon.openai().models.list()] == models
+    lost = httpx.post(f"{daemon.url}/v1/completions", json={"model": "y", "prompt": "x"})
+    assert lost.status_code == 404
+
+
+def test_unload_waits_for_the_running_answer_and_gives_the_memory_back(daemon) -> None:
+    """Case R07: the answer ends as it would have; the bytes are told, and really free."""
+    ask = partial(
+        daemon.openai().completions.create,
+        model="soak@v2",
+        prompt="Once",
+        max_tokens=100,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    cold = ask().choices[0].text
+    before = daemon.admin.status()["engine"]["adapter_pages"]
+    stream = ask(stream=True)
+    text = next(stream).choices[0].text
+    done: list = []
+    unload = partial(daemon.admin.unload, "soak", "v2", force=True, drain_timeout=30, dry_run=False)
+    thread = threading.Thread(target=lambda: done.append(unload()))
+    thread.start()
+    assert text + "".join(chunk.choices[0].text for chunk in stream) == cold
+    thread.join(30)
+    assert done[0]["freed_device_bytes"] > 0
+    assert daemon.admin.version("soak", "v2")["residency"]["tier"] == "disk"
+    assert daemon.admin.status()["engine"]["adapter_pages"] < before
+    assert ask().choices[0].text == cold  # it stays registered: the next request loads it
+
+
 def test_kill_at_random_moments(tmp_path: Path) -> None:
     changes, _ = KILL["soak"](6, seed=3, root=tmp_path)
     assert changes > 0

@@ -514,7 +514,7 @@ def test_start_clears_what_a_crash_left(
     version = push(registry, adapters[0]).version
     half_pushed = registry.stage()
     (half_pushed / "adapter_config.json").write_text("{}")
-    unregistered = registry.directory(AdapterRef(TINKER, "v9", version.ref.digest))
+    unregistered = registry.directory(version.ref).with_name("v9")
     write_adapter(unregistered, 9)
     registry.close()
     again = Registry.open(state, BASE, CHECK)

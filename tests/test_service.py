@@ -235,6 +235,27 @@ def test_one_process_cannot_take_every_connection(daemon: Daemon) -> None:
     assert daemon.memory() < before + (20 << 20)
 
 
+def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+    """Nobody accepts for a while: the client tries again until its timeout."""
+    from lorad.admin_client import AdminClient
+    from lorad.errors import LoradError
+
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(2):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.setblocking(False)
+            with suppress(BlockingIOError):
+                client.connect(str(path))
+        began = time.monotonic()
+        with pytest.raises(LoradError) as caught:
+            AdminClient(path, timeout=0.5).status()
+        assert caught.value.code in ("daemon.unreachable", "operation.timeout")
+        assert 0.4 < time.monotonic() - began < 5
+
+
 def test_body_of_ten_gigabytes_is_refused_at_its_header(daemon: Daemon) -> None:
     before = daemon.memory()
     for path in ("/v1/uploads", "/v1/gc", "/v1/adapters/x:promote"):

@@ -38,9 +38,14 @@ def _row(event: wire.EventInfo) -> tuple[object, ...]:
         local_time(event["at"]),
         user_name(event["who"]["uid"]),
         event["who"]["pid"],
-        event["action"],
+        _action(event),
         event["from_version"] or "-",
         event["to_version"] or "-",
         event["generation"],
         event["reason"],
     )
+
+
+def _action(event: wire.EventInfo) -> str:
+    share = event["percent"]
+    return event["action"] if share is None else f"{event['action']} {share:g}%"

@@ -19,7 +19,7 @@ from lorad import wire
 from lorad.adapter_ref import AdapterName
 from lorad.admin_client import AdminClient
 
-_HEADER = ("NAME", "LIVE", "VERSIONS", "RANK", "SIZE", "TIER", "RUNNING", "WAITING")
+_HEADER = ("NAME", "LIVE", "CANARY", "VERSIONS", "RANK", "SIZE", "TIER", "RUNNING", "WAITING")
 
 
 def list_adapters(
@@ -66,10 +66,11 @@ def _row(adapter: wire.AdapterInfo) -> tuple[object, ...]:
     """Of the live version, or of the newest when none is live."""
     versions = adapter["versions"]
     shown = next((v for v in versions if v["live"]), versions[-1])
-    failed = shown["state"] == "failed"
+    failed, canary = shown["state"] == "failed", adapter["canary"]
     return (
         adapter["name"],
         adapter["live"] or "-",
+        f"{canary['version']} {canary['percent']:g}%" if canary else "-",
         len(versions),
         shown["rank"],
         human_bytes(shown["bytes"]),

@@ -26,21 +26,44 @@ class AdminProtocol(H11Protocol):
 
     _warned_at: ClassVar[float] = -_WARN_SECONDS
     _header_timer: asyncio.TimerHandle | None = None
+    _peer: tuple[int, int] | None = None  # uid and pid
+    _made_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
-            self._warn("closed connections: %d are open", self.max_connections)
-            transport.close()
-            return
         peer = Peer.of(transport.get_extra_info("socket"))
         self._peer = (peer.uid, peer.pid)
+        self._made_at = self.loop.time()
         if self._of_the_same_process() > self.max_of_one_process:
             self._warn("closed connections: pid %d has %d", peer.pid, self.max_of_one_process)
             transport.close()
             return
+        if len(self._open()) > self.max_connections and not self._make_room():
+            self._warn("closed connections: %d are busy", self.max_connections)
+            transport.close()
+            return
         self.app_state = {**self.app_state, "peer": peer}
         self._watch_header()
+
+    def _make_room(self) -> bool:
+        """Close the connection that has gone longest without asking for anything.
+
+        So whoever opens many and says nothing shuts out only itself.
+        """
+        silent = [o for o in self._open() if o is not self and o.waits_for_a_request]
+        if not silent:
+            return False
+        min(silent, key=lambda other: other._made_at).transport.close()
+        return True
+
+    def _open(self) -> list[AdminProtocol]:
+        """Connections that nobody has begun to close."""
+        mine = (other for other in self.connections if isinstance(other, AdminProtocol))
+        return [other for other in mine if not other.transport.is_closing()]
+
+    @property
+    def waits_for_a_request(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def _warn(self, message: str, *values: int) -> None:
         """A line now and then: a flood of connections must not become one of the log."""
@@ -50,7 +73,7 @@ class AdminProtocol(H11Protocol):
             log.warning(message, *values)
 
     def _of_the_same_process(self) -> int:
-        return sum(getattr(other, "_peer", None) == self._peer for other in self.connections)
+        return sum(other._peer == self._peer for other in self._open())
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -62,7 +85,7 @@ class AdminProtocol(H11Protocol):
 
     def _watch_header(self) -> None:
         """Start the clock while a request's header is awaited, stop it when it is complete."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self.waits_for_a_request:
             self._forget_header()
         elif self._header_timer is None and not self.transport.is_closing():
             self._header_timer = self.loop.call_later(self.header_seconds, self._header_late)
@@ -74,7 +97,7 @@ class AdminProtocol(H11Protocol):
 
     def _header_late(self) -> None:
         self._header_timer = None
-        if self.cycle is None or self.cycle.response_complete:
+        if self.waits_for_a_request:
             self.transport.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -16,6 +17,8 @@ from starlette.responses import Response
 
 from lorad.errors import LoradError
 from lorad.registry.records import Who
+
+log = logging.getLogger("lorad.admin")
 
 _KEPT = 256  # ended operations
 _KEPT_SECONDS = 3600.0
@@ -138,6 +141,8 @@ async def _run(operation: Operation, work: Callable[[], Awaitable[Response]]) ->
     finally:
         operation.ended_at = time.time()
         operation.done.set()
+        seconds = operation.ended_at - operation.started_at
+        log.info("%s %s %s in %.2f s", operation.id, operation.action, operation.state, seconds)
 
 
 def body_of(response: Response) -> Any:

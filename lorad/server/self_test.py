@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _PROMPTS = (
 _TOKENS = 4
 _AT_ONCE = 8  # checks that run beside each other
 _SHOWN = 10
+_REMEMBERED = 4096  # contents that have passed
 
 
 class Generates(Protocol):
@@ -58,9 +60,22 @@ class SelfTest:
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = chat_template
+        self._passed: OrderedDict[str, SelfTestResult] = OrderedDict()  # by digest
 
     async def run(self, ref: AdapterRef) -> SelfTestResult:
-        """Raises `selftest.failed` when an answer meets NaN or infinity, or does not come."""
+        """Raises `selftest.failed` when an answer meets NaN or infinity, or does not come.
+
+        Content that has passed once is not tried again while the daemon lives: it cannot change.
+        """
+        if ref.digest in self._passed:
+            return self._passed[ref.digest]
+        result = await self._tried(ref)
+        self._passed[ref.digest] = result
+        if len(self._passed) > _REMEMBERED:
+            self._passed.popitem(last=False)
+        return result
+
+    async def _tried(self, ref: AdapterRef) -> SelfTestResult:
         prompts = [tuple(self._tokenizer.encode(text)) or (0,) for text in _PROMPTS]
         runs = [self._answer(p, who, _TOKENS, stop=False) for p in prompts for who in (ref, None)]
         try:

@@ -23,7 +23,9 @@ import httpx
 from lorad.admin_client import AdminClient
 
 NAME = "soak"
-PROMPTS = ("Once upon a time", "The answer is", "Dear Sir,", "1, 2, 3,")
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+QUESTIONS = ("What is the sun?", "Where do cats sleep?", "Tell me of the sea.", "Who are you?")
+PROMPTS = ("Once upon a time", "The answer is", *map(CHAT.format, QUESTIONS))
 
 
 @dataclass
@@ -55,7 +57,10 @@ def run(url: str, admin: AdminClient, *, seconds: float, clients: int, tokens: i
             for label in ("v1", "v2")
             for prompt in PROMPTS
         }
-    assert len(set(cold.values())) == len(cold), "the versions must answer differently"
+    first, second = (f"default/{NAME}@{label}" for label in ("v1", "v2"))
+    # Only where the versions differ can an answer tell which of them it came from.
+    telling = [p for p in PROMPTS if cold[first, p][:8] != cold[second, p][:8]]
+    assert len(telling) >= 2, "the versions must answer differently"
     end = time.monotonic() + seconds
     lock = threading.Lock()
 
@@ -63,7 +68,7 @@ def run(url: str, admin: AdminClient, *, seconds: float, clients: int, tokens: i
         with httpx.Client(base_url=url, timeout=120) as http:
             turn = number
             while time.monotonic() < end:
-                prompt = PROMPTS[turn % len(PROMPTS)]
+                prompt = telling[turn % len(telling)]
                 turn += 1
                 try:
                     text, served_by = ask(http, NAME, prompt, tokens)
@@ -107,16 +112,22 @@ def main() -> None:
         command += ["--port", "0", "--socket", str(socket), "--registry", f"{folder}/registry"]
         command += ["--dtype", "float32"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
-            line = daemon.stdout.readline() if daemon.stdout else ""
-            url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
-            admin = AdminClient(socket)
-            for adapter in given.adapters:
-                admin.push(adapter, NAME)
-            admin.promote(NAME, "v1")
-            report = run(
-                url, admin, seconds=given.seconds, clients=given.clients, tokens=given.tokens
-            )
-            daemon.terminate()
+            try:
+                line = daemon.stdout.readline() if daemon.stdout else ""
+                url = next(word for word in line.split() if word.startswith("http"))
+                admin = AdminClient(socket)
+                for adapter in given.adapters:
+                    admin.push(adapter, NAME)
+                admin.promote(NAME, "v1")
+                report = run(
+                    url.removesuffix("/v1"),
+                    admin,
+                    seconds=given.seconds,
+                    clients=given.clients,
+                    tokens=given.tokens,
+                )
+            finally:
+                daemon.terminate()
     slowest = max(report.move_seconds)
     print(f"{report.moves} moves (slowest {slowest:.2f} s), answers {dict(report.answers)}")
     print(f"{len(report.failed)} failed, {len(report.wrong)} wrong", *report.failed[:3])
