@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorad_kernels import cpu_attention, cpu_fused, cpu_lora, cpu_torch, reference
+from lorad_kernels import cpu_attention, cpu_fused, cpu_lora, torch_paths, reference
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
@@ -28,7 +28,7 @@ def add_lora(
     if in_place:
         cpu_lora.add_chunks(y, x, slab, table, slice_starts, segments)
     for segment in segments.long if in_place else segments.segments:
-        cpu_torch.add_segment(y, x, slab, table[segment.slot], slice_starts, segment)
+        torch_paths.add_segment(y, x, slab, table[segment.slot], slice_starts, segment)
 
 
 def paged_attention(
@@ -39,7 +39,12 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
+    if softcap:
+        return reference.paged_attention(
+            q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
     out = torch.empty(q.shape, dtype=q.dtype)
     decodes = batch.num_decodes
     if decodes and cpu_attention.serves(q, k_cache):
@@ -47,14 +52,10 @@ def paged_attention(
             q[:decodes], k_cache, v_cache, batch, out, scale=scale, sliding_window=sliding_window
         )
     elif decodes:
-        out[:decodes] = cpu_torch.decode(
+        out[:decodes] = torch_paths.decode(
             q[:decodes], k_cache, v_cache, batch, scale, sliding_window
         )
-    for i in range(decodes, len(batch.context_lens)):
-        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        blocks = -(-batch.context_lens[i] // k_cache.shape[1])
-        k, v = cpu_torch.gather(k_cache, v_cache, batch.block_tables[i, :blocks])
-        out[rows] = cpu_torch.prefill(q[rows], k, v, batch.context_lens[i], scale, sliding_window)
+    torch_paths.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
     return out
 
 

@@ -69,6 +69,23 @@ def decode(
     return out.reshape(sequences, heads, head_dim)
 
 
+def prefill_all(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    out: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    """`ops.paged_attention` for the sequences behind the decodes, one after the other."""
+    for i in range(batch.num_decodes, len(batch.context_lens)):
+        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        blocks = -(-batch.context_lens[i] // k_cache.shape[1])
+        k, v = gather(k_cache, v_cache, batch.block_tables[i, :blocks])
+        out[rows] = prefill(q[rows], k, v, batch.context_lens[i], scale, window)
+
+
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None
 ) -> Tensor:
