@@ -79,3 +79,16 @@ def _for_type(device_type: str) -> Implementation:
     from lorad_kernels import reference
 
     return reference
+
+
+def prepare(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what a device needs for a serving dtype, so that no step waits for it.
+
+    On the CPU this takes about twenty seconds the first time on a machine; the result is kept
+    beside the package, or in the user's cache where that cannot be written. Triton's kernels
+    are compiled when first launched.
+    """
+    if device.type == "cpu":
+        from lorad_kernels import cpu
+
+        cpu.compile_kernels(dtype)

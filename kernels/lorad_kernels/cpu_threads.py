@@ -40,12 +40,18 @@ class Kernel:
         self._function = function
         self._address = 0
 
-    def __call__(self, items: int, work_bytes: int, *arguments: int) -> None:
+    def compile(self) -> None:
+        """About two seconds the first time on a machine, then read from the disk."""
         if not self._address:
             # The compiled function must outlive its address.
             self._compiled = numba.cfunc(_KERNEL, cache=True)(self._function)
+            self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
             self._address = self._compiled.address
-            self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+
+    def __call__(self, items: int, work_bytes: int, *arguments: int) -> None:
+        """Run over `items` work items that read about `work_bytes` together."""
+        if not self._address:
+            self.compile()
         block = array("q", (0, items, *arguments))
         pointer = block.buffer_info()[0]
         threads = min(items, torch.get_num_threads())
