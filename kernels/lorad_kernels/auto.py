@@ -84,7 +84,7 @@ def _for_type(device_type: str) -> Implementation:
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what a device needs for a serving dtype, so that no step waits for it.
 
-    On the CPU this takes about twenty seconds the first time on a machine; the result is kept
+    On the CPU this takes about ten seconds the first time on a machine; the result is kept
     beside the package, or in the user's cache where that cannot be written. Triton's kernels
     are compiled when first launched.
     """
