@@ -387,6 +387,7 @@ class AttentionCase:
             self.batch,
             scale=self.scale,
             sliding_window=self.window,
+            softcap=None,
         )
 
     def bound(self) -> float:
