@@ -107,7 +107,7 @@ class Relocator:
 
     def pages_wanted(self, owner: str, length: int) -> int:
         """Free pages that `make_run` needs to go on: fewer once its window is half cleared."""
-        if self._window_for != owner:
+        if not self._has_window(owner, length):
             return length
         return len(self._pool.kv_pages_in(self._pool.window))
 
@@ -120,7 +120,7 @@ class Relocator:
             self.seconds += time.perf_counter() - started
 
     def _make_run(self, owner: str, length: int) -> int | None:
-        if self._window_for != owner:
+        if not self._has_window(owner, length):
             start = self._pool.take_run(length)
             if start is not None or self._window_for or length > self._pool.adapter_room:
                 return start
@@ -132,6 +132,9 @@ class Relocator:
             return None
         self._window_for = None
         return self._pool.settle()
+
+    def _has_window(self, owner: str, length: int) -> bool:
+        return self._window_for == owner and len(self._pool.window) == length
 
     def _open_window(self, owner: str, length: int) -> bool:
         while (window := best_window(self._pool.owners(), length)) is None:
