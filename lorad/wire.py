@@ -193,6 +193,23 @@ class DeleteResult(TypedDict):
     dry_run: bool
 
 
+class MemoryInfo(TypedDict):
+    """messages.MemoryStats: counts since the start."""
+
+    lookups: dict[str, int]  # requests by the tier that held their adapter
+    loads: dict[str, int]
+    cancelled_loads: int
+    load_seconds: float  # all loads together
+    evictions: dict[str, int]  # "prefix for kv", "adapter for adapter", ...
+    host_evictions: int
+    moved_pages: int
+    moved_adapters: int
+    move_seconds: float
+    prefix_lookup_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+
+
 class EngineInfo(TypedDict):
     """messages.EngineStats without the list of adapters."""
 
@@ -207,6 +224,9 @@ class EngineInfo(TypedDict):
     adapter_pages: int
     page_bytes: int
     host_cache_bytes: int
+    cached_pages: int
+    weight_bytes: int
+    memory: MemoryInfo
 
 
 class StatusInfo(TypedDict):
