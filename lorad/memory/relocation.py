@@ -113,21 +113,20 @@ class Relocator:
 
     def make_run(self, owner: str, length: int) -> int | None:
         """First page of a run for `owner`; None when it has to be asked for again next step."""
-        started = time.perf_counter()
-        try:
-            return self._make_run(owner, length)
-        finally:
-            self.seconds += time.perf_counter() - started
-
-    def _make_run(self, owner: str, length: int) -> int | None:
         if not self._has_window(owner, length):
             start = self._pool.take_run(length)
             if start is not None or self._window_for or length > self._pool.adapter_room:
                 return start
-            self._asked = True
-            if not self._open_window(owner, length):
-                return None
         self._asked = True
+        started = time.perf_counter()
+        try:
+            return self._clear_run(owner, length)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _clear_run(self, owner: str, length: int) -> int | None:
+        if not self._has_window(owner, length) and not self._open_window(owner, length):
+            return None
         if not self._clear_window():
             return None
         self._window_for = None
