@@ -321,6 +321,19 @@ def test_a_window_nobody_asks_for_any_more_is_given_back():
     assert (memory.pool.reserved_pages, memory.pool.free_pages) == (0, 7)
 
 
+def test_a_window_can_be_given_up_once():
+    """Who needs pages now asks until there is no window to take them from."""
+    memory = Memory(12, pages_per_step=1)
+    sequences = [Sequence(memory, i, None, str(i), [i] * BLOCK) for i in range(10)]
+    assert all(s.begin() for s in sequences)
+    for s in sequences[::2]:
+        memory.kv.release(s.table)
+    assert memory.adapters.upload(adapter("a", 5, 0.0)) == "moving"
+    assert memory.adapters.relocator.cancel()
+    assert not memory.adapters.relocator.cancel()
+    assert memory.pool.free_pages == 7
+
+
 # --- floor, ceiling, price ----------------------------------------------------------------------
 
 
@@ -335,6 +348,46 @@ def test_the_floor_keeps_pages_for_adapters_and_the_ceiling_keeps_them_from_the_
     assert other.upload(adapter("b", 3, 0.0)) == "ready"
     assert [r.digest for r in other.adapters.resident()] == ["b"], "a had to leave for b"
     assert other.eviction.counts == {("adapter", "adapter"): 1}
+
+
+def test_at_its_limit_kv_takes_nothing_from_adapters_that_would_not_help_it():
+    memory = Memory(10, adapter_floor=3)
+    assert memory.upload(adapter("a", 2, 0.0)) == "ready"
+    assert Sequence(memory, 0, None, "", [0] * 5 * BLOCK).begin()
+    cached(memory, None, [1] * BLOCK)
+    assert Sequence(memory, 1, None, "", [2] * 2 * BLOCK).begin()
+    assert memory.eviction.counts == {("prefix", "kv"): 1}
+    assert "a" in memory.adapters
+
+
+def test_nothing_is_evicted_for_one_who_would_not_fit_even_so():
+    memory = Memory(10)
+    assert Sequence(memory, 0, None, "", [0] * 4 * BLOCK).begin()
+    cached(memory, None, [1] * 2 * BLOCK)
+    memory.upload(adapter("a", 1, 0.0))
+    assert memory.upload(adapter("big", 7, 0.0)) == "no_room"
+    assert not memory.eviction.counts
+    assert memory.upload(adapter("big", 6, 0.0)) == "ready"
+
+
+def test_adapters_that_lie_scattered_slide_together_with_their_content():
+    memory = Memory(16, pages_per_step=1)
+    held = {f"a{i}": adapter(f"a{i}", 2, 100.0 * i) for i in range(8)}
+    for weights in held.values():
+        assert memory.upload(weights) == "ready"
+    for i in (0, 2, 4, 6):
+        memory.adapters.remove(f"a{i}")
+    sequence = Sequence(memory, 0, None, "", [3] * BLOCK)
+    assert sequence.begin()
+    assert memory.pool.longest_run() == 2
+    assert memory.upload(adapter("big", 7, 5.0)) == "ready"
+    sequence.check()
+    assert memory.adapters.relocator.moved_runs >= 3
+    for i in (1, 3, 5, 7):
+        resident = memory.adapters.get(f"a{i}")
+        start = resident.first_page * ELEMENTS
+        assert resident.factors[0][0][0].a_offset == start
+        assert torch.equal(memory.slab.data[start : start + 2 * ELEMENTS], held[f"a{i}"].data)
 
 
 def cached(memory: Memory, owner: str | None, tokens: list[int]) -> None:

@@ -147,10 +147,7 @@ class AdapterTiers:
 
     def give_up_window(self) -> bool:
         """Whether pages that were being cleared for an adapter are free again."""
-        if not self._pool.relocator.busy:
-            return False
-        self._pool.relocator.cancel()
-        return True
+        return self._pool.relocator.cancel()
 
     def acquire(self, digest: str) -> ResidentAdapter:
         return self._pool.acquire(digest)

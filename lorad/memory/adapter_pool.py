@@ -44,7 +44,7 @@ class ResidentAdapter:
 
 
 class AdapterPool:
-    """The device tier. `kind` and the two methods at the end are for the eviction."""
+    """The device tier. `kind` and three methods are for the eviction."""
 
     kind = "adapter"
 
@@ -105,8 +105,7 @@ class AdapterPool:
     def upload(self, weights: AdapterWeights) -> UploadState:
         """Copy an adapter into a run of pages, for which others may be moved or evicted.
 
-        "no_room" when it does not fit beside what is in use now; nothing has changed then,
-        except that idle things may have left.
+        "no_room", and nothing has changed, when it does not fit beside what is in use now.
         """
         count = self.pages_for(weights.layout)
         if not self._free_pages(weights.digest, count):
@@ -150,6 +149,9 @@ class AdapterPool:
         return adapter.num_pages
 
     # --- eviction ---------------------------------------------------------------------------
+
+    def idle_pages(self) -> int:
+        return sum(self._resident[digest].num_pages for digest in self._idle)
 
     def price(self) -> float | None:
         cheapest = self._idle.cheapest()

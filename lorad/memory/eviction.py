@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from math import log2
 from typing import Generic, Protocol, TypeVar
@@ -58,6 +58,9 @@ class PriceQueue(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._current
 
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._current)
+
     def add(self, key: K, price: float) -> None:
         self._serial += 1
         self._current[key] = self._serial
@@ -86,6 +89,10 @@ class Evictable(Protocol):
 
     kind: str  # for the counters: "prefix" or "adapter"
 
+    def idle_pages(self) -> int:
+        """Pages that would be free if all its idle things left."""
+        ...
+
     def price(self) -> float | None:
         """Of its cheapest idle thing, None when it has none."""
         ...
@@ -110,39 +117,70 @@ class Eviction:
         self._sources.append(source)
 
     def free_for_kv(self, pages: int) -> bool:
-        """Until `pages` can be taken for K and V; False when that cannot be had now."""
-        return self._free(lambda: self._pool.kv_room >= pages, "kv", self._short_of_kv)
+        """Until `pages` can be taken for K and V; False, and nothing evicted, if they cannot."""
+        pool = self._pool
+        return self._free(
+            pages,
+            reason="kv",
+            room=lambda: pool.kv_room,
+            limit=lambda: pool.kv_limit - pool.kv_pages - pool.cached_pages,
+            limited="prefix",
+        )
 
     def free_for_adapter(self, pages: int) -> bool:
-        return self._free(lambda: self._pool.adapter_room >= pages, "adapter", self._over_ceiling)
+        """Until `pages` can be taken for an adapter, in however many holes."""
+        pool = self._pool
+        return self._free(
+            pages,
+            reason="adapter",
+            room=lambda: pool.adapter_room,
+            limit=lambda: pool.adapter_limit - pool.adapter_pages - pool.reserved_pages,
+            limited="adapter",
+        )
 
     def free_for_move(self, pages: int) -> bool:
-        """Free pages for K and V that leave a window."""
-        return self._free(lambda: self._pool.free_pages >= pages, "adapter", lambda: None)
+        """Until `pages` are free, for K and V that leave a window."""
+        pool = self._pool
+        return self._free(
+            pages,
+            reason="adapter",
+            room=lambda: pool.free_pages,
+            limit=lambda: pool.num_pages,
+            limited="",
+        )
 
     def _free(
-        self, enough: Callable[[], bool], reason: str, only: Callable[[], str | None]
+        self,
+        pages: int,
+        *,
+        reason: str,
+        room: Callable[[], int],
+        limit: Callable[[], int],
+        limited: str,
     ) -> bool:
-        while not enough():
-            kind = only()
-            priced = [
-                (price, i)
-                for i, source in enumerate(self._sources)
-                if kind in (None, source.kind) and (price := source.price()) is not None
-            ]
-            if not priced:
-                return False
-            source = self._sources[min(priced)[1]]
-            source.evict()
-            self.counts[source.kind, reason] += 1
+        """Evict until there is room for `pages`.
+
+        `limit` is what the asking side may have more, whatever is free; beyond it only its own
+        kind, `limited`, helps. Whoever waits for room asks again in every step, so nothing is
+        evicted for one who would not get it.
+        """
+        if room() >= pages:
+            return True
+        idle = {source.kind: source.idle_pages() for source in self._sources}
+        if self._pool.free_pages + sum(idle.values()) < pages:
+            return False
+        if limit() + idle.get(limited, 0) < pages:
+            return False
+        while room() < pages:
+            self._evict_cheapest(limited if limit() < pages else None, reason)
         return True
 
-    def _short_of_kv(self) -> str | None:
-        """At the limit of K and V, only theirs help."""
-        pool = self._pool
-        return "prefix" if pool.kv_pages + pool.cached_pages >= pool.kv_limit else None
-
-    def _over_ceiling(self) -> str | None:
-        pool = self._pool
-        taken = pool.adapter_pages + pool.reserved_pages
-        return "adapter" if taken >= pool.adapter_limit else None
+    def _evict_cheapest(self, kind: str | None, reason: str) -> None:
+        priced = [
+            (price, i)
+            for i, source in enumerate(self._sources)
+            if kind in (None, source.kind) and (price := source.price()) is not None
+        ]
+        source = self._sources[min(priced)[1]]
+        source.evict()
+        self.counts[source.kind, reason] += 1

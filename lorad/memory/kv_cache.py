@@ -19,7 +19,7 @@ _FIRST = float("-inf")  # the price of what can serve nobody
 
 
 class KVCache:
-    """Block tables over the pool. `kind` and the two methods at the end are for the eviction."""
+    """Block tables over the pool. `kind` and three methods are for the eviction."""
 
     kind = "prefix"
 
@@ -134,6 +134,9 @@ class KVCache:
         self._prefixes.move(moves)
 
     # --- eviction ---------------------------------------------------------------------------
+
+    def idle_pages(self) -> int:
+        return self._pool.cached_pages
 
     def price(self) -> float | None:
         if self._orphans:

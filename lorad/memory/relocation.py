@@ -101,9 +101,12 @@ class Relocator:
             self.cancel()
         self._asked = False
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
+        """Give up what is half cleared; whether there was such a window."""
+        had_window = self._window_for is not None
         self._pool.cancel_window()
         self._window_for = None
+        return had_window
 
     def pages_wanted(self, owner: str, length: int) -> int:
         """Free pages that `make_run` needs to go on: fewer once its window is half cleared."""
