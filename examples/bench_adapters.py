@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -252,46 +251,51 @@ def _tell_memory(b: Bench) -> None:
 
 
 @app.command()
-def stall(loads: int = 6, streams: int = 4, delay: float = 2.0, tokens: int = 160) -> None:
-    """Inter-token times of running streams while cold adapters are read slowly beside them."""
+def stall(loads: int = 10, streams: int = 4, delay: float = 2.0, limit: float = 100.0) -> None:
+    """Inter-token times of running streams, with and without a slow read beside them.
+
+    Each load is followed by as many quiet steps as it lasted, so both see the same machine.
+    """
     with bench(loads + streams, (8,), max_cpu_loras=64, slab_bytes=2**28) as b:
         cold, hot = b.refs[:loads], b.refs[loads:]
         b.serve(hot, at_once=streams, tokens=4)
+        for i, ref in enumerate(hot):
+            b.send([1, 2, 3 + i], ref, 900)
         gaps: dict[bool, list[float]] = {False: [], True: []}
-        for turn in range(2):
-            b.delay = 0.0
-            running = {b.send([1, 2, 3 + i], hot[i], tokens, f"s{turn}{i}") for i in range(streams)}
-            names, waiting = set(running), set[str]()
-            todo = list(cold[turn * loads // 2 : (turn + 1) * loads // 2])
-            b.delay, half = delay, tokens // 2
-            while running:
-                quiet = len(b.times[f"s{turn}0"]) < half
-                if not quiet:  # the second half of the streams runs beside the loads
-                    while todo:
-                        waiting.add(b.send([9, 9], todo.pop(), 1))
-                ended = set(b.step())
-                running -= ended
-                waiting -= ended
-            for name in names:
-                times = b.times[name][1:]
-                gaps[False] += [y - x for x, y in pairwise(times[:half])]
-                gaps[True] += [y - x for x, y in pairwise(times[half:])]
-            b.delay = 0.0
-            while waiting:
-                waiting.difference_update(b.step())
-        quiet, busy = (sorted(gaps[k]) for k in (False, True))
+        b.delay, deadline, done = delay, time.monotonic() + limit, 0
+        for i, ref in enumerate(cold):
+            if time.monotonic() > deadline:
+                break
+            b.answer = None
+            b.built.engine.handle(LoadAdapter(f"l{i}", ref))
+            steps = 0
+            while b.answer is None:
+                gaps[True].append(_timed(b.step))
+                steps += 1
+            done += 1
+            gaps[False] += [_timed(b.step) for _ in range(steps)]
+        b.delay = 0.0
+        quiet, busy = (sorted(gaps[slow]) for slow in (False, True))
         p99 = [values[int(len(values) * 0.99)] for values in (quiet, busy)]
         stats = b.built.engine.stats().memory
         tell(
             {
-                "loads": sum(stats.loads.values()),
+                "loads": done,
+                "steps_each": len(busy),
                 "mean_read_s": stats.load_seconds.sum / sum(stats.load_seconds.counts),
                 "p50_ms": [1000 * statistics.median(values) for values in (quiet, busy)],
+                "p50_ratio": statistics.median(busy) / statistics.median(quiet),
                 "p99_ms": [1000 * x for x in p99],
                 "p99_ratio": p99[1] / p99[0],
                 "max_ms": [1000 * values[-1] for values in (quiet, busy)],
             }
         )
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 @app.command()
