@@ -179,7 +179,8 @@ def rss_mib() -> float:
 
 
 def tell(row: dict[str, object]) -> None:
-    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
+    rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+    print(json.dumps(rounded), flush=True)
 
 
 # --- the questions ----------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def tell(row: dict[str, object]) -> None:
 @app.command()
 def many(
     adapters: int = 2000,
-    requests: int = 64,
+    requests: int = 48,
     tokens: int = 8,
     max_cpu_loras: int = 2000,
     slab_mib: int = 512,
@@ -200,24 +201,29 @@ def many(
     mix = tuple(map(int, ranks.split(",")))
     with bench(adapters, mix, max_cpu_loras=max_cpu_loras, slab_bytes=slab_mib * 2**20) as b:
         b.serve([None] * 32, at_once=32, tokens=4)
-        sizes = [n for n in (1, 32, 200, 1000, 2000) if n <= adapters]
-        loads: dict[str, list[float]] = {}
+        rates: dict[str, list[float]] = {}
         for turn in range(rounds):
-            plans = {"base": [None] * requests}
-            for n in sizes:
-                choose = random.Random(turn)
-                plans[f"uniform {n}"] = choose.choices(b.refs[:n], k=requests)
-                plans[f"zipf {n}"] = zipf(b.refs[:n], requests, turn)
-            for name, plan in plans.items():
-                loads.setdefault(name, []).append(b.serve(plan, at_once=32, tokens=tokens))
-        one = statistics.median(loads.get("uniform 32") or loads.get("base") or [1.0])
-        for name, values in loads.items():
-            rate = statistics.median(values)
-            tell({"mix": name, "tokens_per_s": rate, "of_32_uniform": rate / one})
+            for name, plan in _plans(b.refs, requests, turn):
+                rates.setdefault(name, []).append(b.serve(plan, at_once=32, tokens=tokens))
+                tell({"mix": name, "tokens_per_s": rates[name][-1]})
+        for name, values in rates.items():
+            ratio = statistics.median(values) / statistics.median(rates["uniform 32"])
+            tell({"mix": name, "of_uniform_32": ratio})
         if everyone:
             rate = b.serve(b.refs, at_once=32, tokens=2)
             tell({"mix": "each once", "requests": len(b.refs), "tokens_per_s": rate})
         _tell_memory(b)
+
+
+def _plans(
+    refs: list[AdapterRef], requests: int, turn: int
+) -> Iterator[tuple[str, list[AdapterRef | None]]]:
+    """The same number of requests over no, one, 32 and all adapters."""
+    yield "base", [None] * requests
+    yield "one", [refs[0]] * requests
+    for count in (32, len(refs)):
+        yield f"uniform {count}", random.Random(turn).choices(refs[:count], k=requests)
+        yield f"zipf {count}", zipf(refs[:count], requests, turn)
 
 
 def _tell_memory(b: Bench) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from lorad.engine.messages import GenerationRequest, SamplingParams
 from lorad.memory.prefix_cache import BlockChain
+from lorad.server.answer import Job
+from lorad.server.protocol import Options
 
 SHARED = [(7 * i) % 250 + 3 for i in range(40)]  # two full blocks and a half
 PROMPT = [*SHARED, 11, 12, 13]
@@ -141,3 +143,19 @@ def test_a_preempted_sequence_finds_its_own_blocks_again(tiny_model, sync_engine
     needed = 4 * (20 + 69)
     assert rows_computed < needed + stats.memory.preemptions * 60
     assert stats.free_pages + stats.cached_pages == 16
+
+
+def test_the_server_gives_the_salt_and_counts_what_was_found():
+    """Two prompts with two answers each: what one of the answers computed was not all cached."""
+    options = Options("m", 2, False, False, None, SamplingParams(4), ())
+    job = Job("j", options, None, ((1,) * 50, (2,) * 40), (4, 4), "acme")
+    assert {request.cache_salt for request in job.requests()} == {"acme"}
+    usage = job.usage([4, 3, 2, 1], [48, 32, 0, 32])
+    assert usage == {
+        "prompt_tokens": 90,
+        "completion_tokens": 10,
+        "total_tokens": 100,
+        "prompt_tokens_details": {"cached_tokens": 32},
+    }
+    open_to_all = Job("j", options, None, ((1,),), (4,), None)
+    assert {request.cache_salt for request in open_to_all.requests()} == {""}
