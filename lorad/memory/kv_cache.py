@@ -54,14 +54,16 @@ class KVCache:
         Returns the number of tokens they hold: never all, the last is always computed anew
         because its logits are wanted.
         """
-        chain.started = now = self._eviction.clock()
+        first = not chain.started  # a sequence that tries again is no further use
+        chain.started = chain.started or self._eviction.clock()
         for key in chain.keys(tokens, (len(tokens) - 1) // self.block_size):
             block = self._prefixes.find(key)
             if block is None:
                 break
             self._pool.share(block.page)
             self._not_idle(block)
-            block.reuse.touch(now)
+            if first:
+                block.reuse.touch(chain.started)
             table.append(block.page)
         self._track(table)
         chain.entered = len(table)
