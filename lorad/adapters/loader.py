@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class AdapterLoader:
     ) -> None:
         self._read = read
         self._on_done = on_done
-        self._wanted: dict[str, tuple[AdapterRef, float]] = {}  # by digest, in the order asked
+        self._wanted: deque[tuple[AdapterRef, float]] = deque()  # and when it was asked for
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lorad-loader", daemon=True)
@@ -48,15 +49,18 @@ class AdapterLoader:
         self._thread.start()
 
     def load(self, ref: AdapterRef) -> None:
-        """Read this content after all that was asked before; asking twice changes nothing."""
+        """Read this version after all that was asked before."""
         with self._changed:
-            self._wanted.setdefault(ref.digest, (ref, time.monotonic()))
+            self._wanted.append((ref, time.monotonic()))
             self._changed.notify()
 
     def cancel(self, digest: str) -> bool:
         """Read it no more; False when its reading has begun, and `on_done` will tell."""
         with self._changed:
-            return self._wanted.pop(digest, None) is not None
+            left = [asked for asked in self._wanted if asked[0].digest != digest]
+            cancelled = len(left) < len(self._wanted)
+            self._wanted = deque(left)
+            return cancelled
 
     def stop(self) -> None:
         """Finish the load in hand, drop the rest."""
@@ -74,7 +78,7 @@ class AdapterLoader:
             self._changed.wait_for(lambda: self._wanted or self._stopping)
             if self._stopping:
                 return None
-            return self._wanted.pop(next(iter(self._wanted)))
+            return self._wanted.popleft()
 
     def _load(self, ref: AdapterRef, asked_at: float) -> LoadResult:
         start = time.monotonic()

@@ -20,8 +20,9 @@ from lorad.engine.messages import AdapterState, Histogram, LoadReason, Residency
 from lorad.memory.adapter_pool import AdapterPool, ResidentAdapter
 from lorad.memory.relocation import Relocator
 
-# "loading" ends by itself; "no_room" when something in use is given back.
-Readiness = Literal["ready", "loading", "no_room"]
+# "loading" ends by itself. "no_room": not beside what is in use now. "too_large": not beside the
+# pinned adapters alone.
+Readiness = Literal["ready", "loading", "no_room", "too_large"]
 
 _ERRORS_KEPT = 100
 _FETCH_WEIGHT = 0.1  # of the newest load in the running mean
@@ -96,6 +97,8 @@ class AdapterTiers:
                 self._load(ref, reason)
                 return "loading"
             state = self._pool.upload(weights)
+            if state == "no_room" and not self._pool.could_fit(weights.layout):
+                return "too_large"
             self._states.changed(ref.digest)
             if state in ("ready", "copying"):
                 self._keep_on_host(ref.digest)

@@ -110,7 +110,9 @@ class Engine:
             failed = LoradError("engine.failed", f"the engine failed in a step: {error}")
             self._outputs += self._scheduler.fail_all(failed)
             return True
-        self._outputs += self._scheduler.update(batch, sampled)
+        outputs = self._scheduler.update(batch, sampled)
+        self._outputs += outputs
+        self._generated_tokens += sum(output.token_id is not None for output in outputs)
         self._record(batch, started, time.perf_counter() - clock)
         return True
 
@@ -173,7 +175,7 @@ class Engine:
     def _begin_unload(self, command: UnloadAdapter) -> None:
         digest = command.adapter.digest
         self._scheduler.held.add(digest)
-        running = self._scheduler.running_by_adapter().get(digest, 0)
+        running = self._scheduler.unfinished(digest)
         deadline = time.monotonic() + command.drain_timeout
         self._unloads.append(_PendingUnload(command, deadline, running))
 
@@ -195,15 +197,16 @@ class Engine:
         for unload in list(self._unloads):
             if (answer := self._try_unload(unload)) is not None:
                 self._unloads.remove(unload)
-                self._scheduler.held.discard(unload.command.adapter.digest)
                 self._outputs.append(answer)
+        # An adapter stays held until the last of several unloads of it has ended.
+        self._scheduler.held = {unload.command.adapter.digest for unload in self._unloads}
 
     def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
         command = load.command
         if command.adapter.digest in self._scheduler.held:
             return None
         readiness = self._adapters.prepare(command.adapter, "command")
-        if readiness == "no_room" and not self._scheduler.running:
+        if readiness == "too_large":
             error = LoradError(
                 "memory.no_capacity",
                 f"{command.adapter} does not fit into the device's pages",
@@ -223,7 +226,7 @@ class Engine:
     def _try_unload(self, unload: _PendingUnload) -> AdapterUnloaded | CommandFailed | None:
         command = unload.command
         digest = command.adapter.digest
-        busy = self._scheduler.running_by_adapter().get(digest, 0)
+        busy = self._scheduler.unfinished(digest)
         if not busy and not self._adapters.is_loading(digest):
             device, host = self._adapters.drop(digest)
             self._eviction.counts["adapter", "unload"] += device > 0
@@ -251,7 +254,6 @@ class Engine:
         hits, self._hit_tokens = self._hit_tokens, self._scheduler.prefix_hit_tokens
         self._steps += 1
         self._prompt_tokens += prompt
-        self._generated_tokens += len(batch.sampled)
         self.records.append(
             StepRecord(
                 step=self._steps,

@@ -22,6 +22,7 @@ class Sequence:
     arrived_at: float = field(default_factory=time.monotonic)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    started: bool = False  # has run before; true also while it is preempted
     chain: BlockChain | None = None  # given by the scheduler
     cached_tokens: int | None = None  # of the prompt, known once it has been admitted
 

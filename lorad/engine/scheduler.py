@@ -72,7 +72,7 @@ class Scheduler:
         self._eos = eos_token_ids
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        # Adapters being unloaded: their requests wait until that is over.
+        # Adapters being unloaded: requests that have not begun wait until that is over.
         self.held: set[str] = set()
         self._failures: list[TokenOutput] = []
         self.preemptions = 0
@@ -114,6 +114,10 @@ class Scheduler:
 
     def waiting_by_adapter(self) -> dict[str, int]:
         return Counter(s.digest for s in self.waiting if s.digest)
+
+    def unfinished(self, digest: str) -> int:
+        """Requests of an adapter that have begun: the running ones and the preempted ones."""
+        return sum(s.digest == digest and s.started for s in (*self.running, *self.waiting))
 
     # --- one step -------------------------------------------------------------------------
 
@@ -175,7 +179,7 @@ class Scheduler:
     def _fail_unplaceable(self) -> None:
         """Nothing runs and nothing loads, yet the oldest request has no room: it never will."""
         for sequence in self.waiting:
-            if sequence.digest not in self.held:
+            if sequence.digest not in self.held or sequence.started:
                 self.waiting.remove(sequence)
                 self._failures.append(_failure(sequence, _no_room()))
                 return
@@ -184,12 +188,20 @@ class Scheduler:
         admitted: list[ScheduledSequence] = []
         wanted = set(self.running_by_adapter())  # running, or on their way for this queue
         draining = self._draining_adapter()
+        no_room: set[str | None] = set()  # looking once a step is enough
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._limits.max_num_seqs:
                 break
-            readiness = self._readiness(sequence, wanted, draining)
-            if readiness == "no_room" and self._waits_too_long(sequence):
-                break  # those behind it must not take the pages that it waits for
+            if sequence.digest in no_room:
+                continue
+            readiness = self._adapter_readiness(sequence, wanted, draining)
+            if readiness == "too_large":
+                self.waiting.remove(sequence)
+                self._failures.append(_failure(sequence, _no_room()))
+            if readiness == "no_room":
+                if self._overdue(sequence):
+                    break  # those behind it would go on taking the pages that it waits for
+                no_room.add(sequence.digest)
             if readiness != "ready":
                 continue
             item = self._start(sequence, budget)
@@ -216,6 +228,7 @@ class Scheduler:
             return None
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        sequence.started = True
         sequence.num_computed = cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
@@ -230,18 +243,23 @@ class Scheduler:
             if ref and ref.digest not in self.held and not self._adapters.prefetch(ref):
                 return
 
-    def _waits_too_long(self, sequence: Sequence) -> bool:
+    def _overdue(self, sequence: Sequence) -> bool:
         return time.monotonic() - sequence.arrived_at > self._limits.adapter_wait
 
-    def _readiness(self, sequence: Sequence, wanted: set[str], draining: str | None) -> Readiness:
-        """Whether the adapter is on the device; if not, and a place is left, sends for it."""
+    def _adapter_readiness(
+        self, sequence: Sequence, wanted: set[str], draining: str | None
+    ) -> Readiness | None:
+        """Is the adapter on the device? If not, and a place is left, sends for it.
+
+        None while it is not the adapter's turn.
+        """
         ref = sequence.request.adapter
         if ref is None:
             return "ready"
-        if ref.digest in self.held or ref.digest == draining:
-            return "loading"
+        if ref.digest == draining or (ref.digest in self.held and not sequence.started):
+            return None
         if ref.digest not in wanted and len(wanted) >= self._limits.max_loras:
-            return "loading"
+            return None
         wanted.add(ref.digest)
         return self._adapters.prepare(ref)
 
@@ -255,7 +273,7 @@ class Scheduler:
         if len(active) < self._limits.max_loras:
             return None
         blocked = any(
-            s.digest and s.digest not in active and self._waits_too_long(s) for s in self.waiting
+            s.digest and s.digest not in active and self._overdue(s) for s in self.waiting
         )
         if not blocked:
             return None

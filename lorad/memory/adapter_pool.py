@@ -95,6 +95,11 @@ class AdapterPool:
     def pages_for(self, layout: AdapterLayout) -> int:
         return pages_for(layout.nbytes, self._slab.page_bytes)
 
+    def could_fit(self, layout: AdapterLayout) -> bool:
+        """Whether there would be room with nothing but the pinned adapters in the slab."""
+        pinned = sum(adapter.num_pages for adapter in self._resident.values() if adapter.pinned)
+        return pinned + self.pages_for(layout) <= self._pool.adapter_limit
+
     def state(self, digest: str) -> UploadState | None:
         """Of an adapter that has its pages: "ready" or "copying". None for another."""
         adapter = self._resident.get(digest)
