@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lorad_kernels
 import numpy as np
 import pytest
 import torch
@@ -293,3 +300,30 @@ def test_row_max_is_the_first_of_equals(width, dtype):
         poisoned[3, place] = torch.nan
         values, _ = row_max(poisoned)
         assert values.isnan().tolist() == [False, False, False, True, False]
+
+
+def test_a_kernel_is_compiled_again_when_a_source_it_calls_changed(tmp_path):
+    """numba alone would go on using the old code."""
+    package = tmp_path / "lorad_kernels"
+    source = Path(lorad_kernels.__file__).parent
+    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+    script = """
+import torch
+from lorad_kernels import silu_mul
+print(silu_mul(torch.tensor([[1.0, 2.0]])).item())
+"""
+
+    def run() -> float:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment.pop("NUMBA_CACHE_DIR", None)
+        command = [sys.executable, "-c", script]
+        return float(subprocess.check_output(command, env=environment, text=True))
+
+    first = run()
+    assert first == pytest.approx(2 * torch.sigmoid(torch.tensor(1.0)).item())
+    simd = package / "cpu_simd.py"
+    text = simd.read_text()
+    changed = text.replace("builder.fadd(one, power)", "builder.fadd(one, one)")
+    assert changed != text
+    simd.write_text(changed)
+    assert run() == 1.0

@@ -1,5 +1,6 @@
 """The operations lorad adds to a decoder: LoRA deltas for mixed batches, and paged attention."""
 
+from lorad_kernels.auto import prepare
 from lorad_kernels.factors import (
     AdapterFactors,
     FactorTable,
@@ -34,6 +35,7 @@ __all__ = [
     "group_rows",
     "pack_adapter",
     "paged_attention",
+    "prepare",
     "rotate_and_store",
     "row_max",
     "silu_mul",

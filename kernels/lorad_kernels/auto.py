@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
@@ -37,6 +38,7 @@ class Implementation(Protocol):
         *,
         scale: float,
         sliding_window: int | None,
+        softcap: float | None,
     ) -> Tensor: ...
 
     def add_rms_norm(
@@ -70,6 +72,23 @@ def _for_type(device_type: str) -> Implementation:
         from lorad_kernels import cpu
 
         return cpu
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from lorad_kernels import gpu
+
+        return gpu
     from lorad_kernels import reference
 
     return reference
+
+
+def prepare(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what a device needs for a serving dtype, so that no step waits for it.
+
+    On the CPU this takes about ten seconds the first time on a machine; the result is kept
+    beside the package, or in the user's cache where that cannot be written. Triton's kernels
+    are compiled when first launched.
+    """
+    if device.type == "cpu":
+        from lorad_kernels import cpu
+
+        cpu.compile_kernels(dtype)

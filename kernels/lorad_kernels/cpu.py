@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorad_kernels import cpu_attention, cpu_fused, cpu_lora, cpu_torch, reference
+from lorad_kernels import cpu_attention, cpu_fused, cpu_linear, cpu_lora, reference, torch_paths
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
     from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    kernels = [
+        *cpu_lora.KERNELS.get(dtype, ()),
+        *cpu_fused.KERNELS.get(dtype, ()),
+        *(each[dtype] for each in (cpu_attention.KERNELS, cpu_linear.KERNELS) if dtype in each),
+    ]
+    for kernel in kernels:
+        kernel.compile()
 
 
 def add_lora(
@@ -28,7 +38,7 @@ def add_lora(
     if in_place:
         cpu_lora.add_chunks(y, x, slab, table, slice_starts, segments)
     for segment in segments.long if in_place else segments.segments:
-        cpu_torch.add_segment(y, x, slab, table[segment.slot], slice_starts, segment)
+        torch_paths.add_segment(y, x, slab, table[segment.slot], slice_starts, segment)
 
 
 def paged_attention(
@@ -39,22 +49,19 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
 ) -> Tensor:
+    if softcap or not cpu_attention.serves(q, k_cache):
+        return reference.paged_attention(
+            q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
     out = torch.empty(q.shape, dtype=q.dtype)
     decodes = batch.num_decodes
-    if decodes and cpu_attention.serves(q, k_cache):
+    if decodes:
         cpu_attention.decode(
             q[:decodes], k_cache, v_cache, batch, out, scale=scale, sliding_window=sliding_window
         )
-    elif decodes:
-        out[:decodes] = cpu_torch.decode(
-            q[:decodes], k_cache, v_cache, batch, scale, sliding_window
-        )
-    for i in range(decodes, len(batch.context_lens)):
-        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        blocks = -(-batch.context_lens[i] // k_cache.shape[1])
-        k, v = cpu_torch.gather(k_cache, v_cache, batch.block_tables[i, :blocks])
-        out[rows] = cpu_torch.prefill(q[rows], k, v, batch.context_lens[i], scale, sliding_window)
+    torch_paths.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
     return out
 
 

@@ -133,14 +133,14 @@ def _decode_float32(arguments):  # type: ignore[no-untyped-def]
     _decode(carray(arguments, ARGUMENTS), float32)
 
 
-_KERNELS = {torch.bfloat16: Kernel(_decode_bfloat16), torch.float32: Kernel(_decode_float32)}
+KERNELS = {torch.bfloat16: Kernel(_decode_bfloat16), torch.float32: Kernel(_decode_float32)}
 
 
 def serves(q: Tensor, k_cache: Tensor) -> bool:
     """Whether `decode` computes this dtype and layout."""
     dim = q.shape[2]
     packed = q.stride(2) == 1 and q.stride(1) == dim and k_cache.stride(2) == dim
-    return packed and q.dtype is k_cache.dtype and q.dtype in _KERNELS and dim % 16 == 0
+    return packed and q.dtype is k_cache.dtype and q.dtype in KERNELS and dim % 16 == 0
 
 
 def decode(
@@ -162,7 +162,7 @@ def decode(
     # All heads of a page lie together: read them together when there are sequences enough.
     item_heads = kv_heads if sequences >= 2 * torch.get_num_threads() else 1
     tokens = sum(batch.context_lens[:sequences])
-    _KERNELS[q.dtype](
+    KERNELS[q.dtype](
         sequences * kv_heads // item_heads, 2 * tokens * kv_heads * dim * q.element_size(),
         q.data_ptr(), q.stride(0), heads // kv_heads, dim,
         k_cache.data_ptr(), v_cache.data_ptr(), kv_heads, block,

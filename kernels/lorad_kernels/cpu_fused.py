@@ -176,6 +176,9 @@ _ROW_MAX = {torch.bfloat16: Kernel(_row_max_bfloat16), torch.float32: Kernel(_ro
 
 
 DTYPES = frozenset(_ADD_NORM)
+KERNELS = {
+    dtype: [each[dtype] for each in (_ADD_NORM, _SILU, _ROTATE, _ROW_MAX)] for dtype in DTYPES
+}
 
 
 def add_rms_norm(

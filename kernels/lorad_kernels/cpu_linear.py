@@ -59,14 +59,14 @@ def _linear_float32(arguments):  # type: ignore[no-untyped-def]
     _linear(carray(arguments, ARGUMENTS), float32)
 
 
-_KERNELS = {torch.bfloat16: Kernel(_linear_bfloat16), torch.float32: Kernel(_linear_float32)}
+KERNELS = {torch.bfloat16: Kernel(_linear_bfloat16), torch.float32: Kernel(_linear_float32)}
 
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x `[T, in]` times weight `[out, in]` transposed: `[T, out]`, every row alike in any batch."""
     features, width = weight.shape
     y = torch.empty(x.shape[0], features, dtype=x.dtype)
-    _KERNELS[x.dtype](
+    KERNELS[x.dtype](
         -(-features // _COLUMNS), weight.numel() * weight.element_size(),
         x.data_ptr(), x.stride(0), x.shape[0], width,
         weight.data_ptr(), features, y.data_ptr(),

@@ -121,7 +121,7 @@ def _expand_float32(arguments):  # type: ignore[no-untyped-def]
     _expand(carray(arguments, ARGUMENTS), float32)
 
 
-_KERNELS = {
+KERNELS = {
     torch.bfloat16: (Kernel(_shrink_bfloat16), Kernel(_expand_bfloat16)),
     torch.float32: (Kernel(_shrink_float32), Kernel(_expand_float32)),
 }
@@ -130,7 +130,7 @@ _KERNELS = {
 def serves(y: Tensor, x: Tensor, slab: Tensor) -> bool:
     """Whether `add_chunks` computes this dtype and layout."""
     alike = y.dtype is x.dtype is slab.dtype
-    return alike and y.dtype in _KERNELS and y.stride(1) == 1 and x.stride(1) == 1
+    return alike and y.dtype in KERNELS and y.stride(1) == 1 and x.stride(1) == 1
 
 
 def add_chunks(
@@ -142,7 +142,7 @@ def add_chunks(
     segments: LoraSegments,
 ) -> None:
     """`ops.add_lora` for the short segments of a batch; rows of y and x are contiguous."""
-    shrink, expand = _KERNELS[y.dtype]
+    shrink, expand = KERNELS[y.dtype]
     chunks, slices = segments.chunks, len(slice_starts) - 1
     if len(chunks) == 0 or table.max_rank == 0:
         return

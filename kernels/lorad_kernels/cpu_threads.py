@@ -12,6 +12,7 @@ import ctypes
 import struct
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,19 @@ class Kernel:
         self._function = function
         self._address = 0
 
-    def __call__(self, items: int, work_bytes: int, *arguments: int) -> None:
+    def compile(self) -> None:
+        """About a second the first time on a machine, then read from the disk."""
         if not self._address:
+            _drop_stale(self._function.__name__)
             # The compiled function must outlive its address.
             self._compiled = numba.cfunc(_KERNEL, cache=True)(self._function)
+            self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
             self._address = self._compiled.address
-            self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+
+    def __call__(self, items: int, work_bytes: int, *arguments: int) -> None:
+        """Run over `items` work items that read about `work_bytes` together."""
+        if not self._address:
+            self.compile()
         block = array("q", (0, items, *arguments))
         pointer = block.buffer_info()[0]
         threads = min(items, torch.get_num_threads())
@@ -54,6 +62,19 @@ class Kernel:
             self._alone(pointer)
         else:
             team(self._address, pointer, threads, 0)
+
+
+def _drop_stale(name: str) -> None:
+    """Forget a compiled kernel that is older than any of the sources it is made of.
+
+    numba looks only at the file that holds the kernel itself, not at what it calls.
+    """
+    folder = Path(__file__).parent
+    newest = max(source.stat().st_mtime for source in folder.glob("cpu_*.py"))
+    for index in (folder / "__pycache__").glob(f"*.{name}-*.nbi"):
+        with suppress(OSError):  # another process was faster, or the folder is read-only
+            if index.stat().st_mtime < newest:
+                index.unlink()
 
 
 @lru_cache(maxsize=256)

@@ -124,15 +124,17 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of each row over its own sequence's pages: `[T, heads, head_dim]`.
 
     q: `[T, heads, head_dim]`; k_cache, v_cache: `[pages, block_size, kv_heads, head_dim]`,
     where heads is a multiple of kv_heads (grouped-query attention). The rows' own K and V must
     already be written. With `sliding_window` w, a row at position p sees p-w+1 ... p.
+    With `softcap` c, a score is `c * tanh(score / c)`.
     """
     _check(q.ndim == 3 and k_cache.ndim == 4, "q must be [T, heads, dim], caches 4-D")
     _check(q.shape[1] % k_cache.shape[2] == 0, "heads must be a multiple of kv_heads")
     return implementation(q.device).paged_attention(
-        q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window
+        q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window, softcap=softcap
     )

@@ -53,6 +53,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     groups = q.shape[1] // k_cache.shape[2]
@@ -62,6 +63,8 @@ def paged_attention(
         k = k_cache[pages].flatten(0, 1)[:context].float().repeat_interleave(groups, 1)
         v = v_cache[pages].flatten(0, 1)[:context].float().repeat_interleave(groups, 1)
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         scores = scores.masked_fill(
             ~visible(rows.stop - rows.start, context, sliding_window, q.device), -torch.inf
         )

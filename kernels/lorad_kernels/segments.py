@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-# On the CPU, segments of up to LONG_ROWS rows are computed by kernels that read the factors in
-# place, in chunks of CHUNK_ROWS; in longer ones (prefill) torch's matmuls are faster.
-CHUNK_ROWS = 32
+# A sequence with more rows than this (prefill) becomes a segment of its own, for which a matmul
+# over many rows is faster. Rows of shorter ones, decodes among them, are always computed by the
+# kernels that give a row the same bits in any batch.
 LONG_ROWS = 64
+# The CPU's kernels walk pieces of this many rows.
+CHUNK_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,7 @@ class Segment:
     start: int
     end: int
     slot: int
-
-    @property
-    def is_long(self) -> bool:
-        return self.end - self.start > LONG_ROWS
+    is_long: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,34 @@ class LoraSegments:
     segments: tuple[Segment, ...]
     num_rows: int
 
-    @cached_property
-    def chunks(self) -> NDArray[np.int64]:
-        """`[chunks, 3]`: start, end, slot of pieces of the short segments."""
+    def pieces(self, rows: int, is_long: bool) -> NDArray[np.int64]:
+        """`[pieces, 3]`: start, end, slot of pieces of the long or of the other segments."""
         pieces = [
-            (start, min(start + CHUNK_ROWS, segment.end), segment.slot)
+            (start, min(start + rows, segment.end), segment.slot)
             for segment in self.segments
-            if not segment.is_long
-            for start in range(segment.start, segment.end, CHUNK_ROWS)
+            if segment.is_long == is_long
+            for start in range(segment.start, segment.end, rows)
         ]
         return np.array(pieces, dtype=np.int64).reshape(-1, 3)
 
     @cached_property
+    def chunks(self) -> NDArray[np.int64]:
+        return self.pieces(CHUNK_ROWS, is_long=False)
+
+    @cached_property
     def chunks_address(self) -> int:
         return self.chunks.ctypes.data
+
+    @cached_property
+    def _tiles(self) -> dict[tuple[int, bool], Tensor]:
+        return {}
+
+    def tiles(self, rows: int, is_long: bool, device: torch.device) -> Tensor:
+        """`pieces` as a tensor of the step's device, copied once per step."""
+        if (rows, is_long) not in self._tiles:
+            pieces = torch.from_numpy(self.pieces(rows, is_long))
+            self._tiles[rows, is_long] = pieces.to(device, non_blocking=True)
+        return self._tiles[rows, is_long]
 
     @cached_property
     def long(self) -> tuple[Segment, ...]:
@@ -63,18 +78,18 @@ class LoraSegments:
 def group_rows(slots: Sequence[int | None], lengths: Sequence[int]) -> LoraSegments:
     """Segments of a batch whose sequence i has `lengths[i]` rows and uses adapter `slots[i]`.
 
-    None is the base model. Neighbours with the same adapter become one segment.
+    None is the base model. Neighbours with the same adapter become one segment, long ones apart.
     """
     segments: list[Segment] = []
     row = 0
     for slot, length in zip(slots, lengths, strict=True):
-        end = row + length
+        end, is_long = row + length, length > LONG_ROWS
         last = segments[-1] if segments else None
         if slot is None or length == 0:
             pass
-        elif last is not None and last.slot == slot and last.end == row:
+        elif last and (last.slot, last.end, last.is_long, is_long) == (slot, row, False, False):
             segments[-1] = Segment(last.start, end, slot)
         else:
-            segments.append(Segment(row, end, slot))
+            segments.append(Segment(row, end, slot, is_long))
         row = end
     return LoraSegments(tuple(segments), row)

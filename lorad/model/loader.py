@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lorad_kernels import base_linear
+from lorad_kernels import base_linear, prepare
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -119,6 +119,7 @@ def load_decoder(
     checkpoint.check_all_taken()
     rotary = RotaryEmbedding(config, max_positions, dtype, device)
     decoder = Decoder(config, embed, tuple(layers), final_norm, lm_head, rotary)
+    prepare(device, dtype)
     decoder.tune(_free_host_bytes() // 8)
     return decoder
 

@@ -1,4 +1,4 @@
-"""The CPU path's work that torch does best: long segments, prefill; and dtypes without kernels."""
+"""What torch does best on any device: long segments and prefill attention."""
 
 from __future__ import annotations
 
@@ -49,29 +49,21 @@ def gather(k_cache: Tensor, v_cache: Tensor, pages: Tensor) -> tuple[Tensor, Ten
     return k_cache[pages].flatten(-4, -3), v_cache[pages].flatten(-4, -3)
 
 
-def decode(
+def prefill_all(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     batch: AttentionBatch,
+    out: Tensor,
     scale: float,
     window: int | None,
-) -> Tensor:
-    """One row per sequence. The query heads of a group act as rows of one KV head's matmul."""
-    sequences, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[2]
-    lens = batch.context_lens_device[:sequences, None]
-    blocks = -(-max(batch.context_lens[:sequences]) // k_cache.shape[1])
-    k, v = gather(k_cache, v_cache, batch.block_tables[:sequences, :blocks])
-    keys = torch.arange(k.shape[1], device=q.device)
-    mask = keys < lens
-    if window is not None:
-        mask = mask & (keys >= lens - window)
-    grouped = q.view(sequences, kv_heads, heads // kv_heads, head_dim)
-    out = scaled_dot_product_attention(
-        grouped, k.transpose(1, 2), v.transpose(1, 2), mask[:, None, None], scale=scale
-    )
-    return out.reshape(sequences, heads, head_dim)
+) -> None:
+    """`ops.paged_attention` for the sequences behind the decodes, one after the other."""
+    for i in range(batch.num_decodes, len(batch.context_lens)):
+        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
+        blocks = -(-batch.context_lens[i] // k_cache.shape[1])
+        k, v = gather(k_cache, v_cache, batch.block_tables[i, :blocks])
+        out[rows] = prefill(q[rows], k, v, batch.context_lens[i], scale, window)
 
 
 def prefill(

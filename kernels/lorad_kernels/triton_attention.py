@@ -1,0 +1,196 @@
+"""Decode attention on a GPU over the pages where they lie, split along the context.
+
+A split is a fixed number of positions, so that long contexts of few sequences fill the device
+and a row's result does not depend on the batch: its splits are combined in order (flash
+decoding, Dao et al. 2023). The query heads of a group share the keys and values that are read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lorad_kernels.ops import AttentionBatch
+
+SPLIT = 256  # positions in one program
+KEYS = 16  # positions in one step of it
+LEAST_GROUP = 16  # rows of the least tensor-core tile
+WARPS, STAGES = 4, 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def decode_kernel(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    tables,
+    contexts,
+    partial,
+    limits,
+    scale,
+    q_stride,
+    page_stride,
+    token_stride,
+    table_stride,
+    splits,
+    window,
+    group,
+    dim,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    KEYS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """partial[t, p, h] = sum of e^(score - max) * V over split p; limits: that max, sum of e."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(contexts + sequence).to(tl.int32)
+    begin = split * SPLIT
+    if window > 0:
+        begin = tl.maximum(begin, context - window)
+    end = tl.minimum(split * SPLIT + SPLIT, context)
+    if begin < end:
+        rows = tl.arange(0, GROUP)
+        dims = tl.arange(0, DIM)
+        in_group = rows < group
+        in_dim = dims < dim
+        heads = head * group + rows
+        queries = tl.load(
+            q + sequence * q_stride + heads[:, None] * dim + dims[None, :],
+            mask=in_group[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+        top = tl.full((GROUP,), float("-inf"), tl.float32)
+        weight = tl.zeros((GROUP,), tl.float32)
+        total = tl.zeros((GROUP, DIM), tl.float32)
+        # Steps start at the split's first position even if a window begins later: the order of
+        # sums is then the same at every length of the context.
+        for position in range(split * SPLIT, end, KEYS):
+            positions = position + tl.arange(0, KEYS)
+            inside = (positions >= begin) & (positions < end)
+            pages = tl.load(
+                tables + sequence * table_stride + positions // BLOCK, mask=inside, other=0
+            )
+            places = pages * page_stride + (positions % BLOCK) * token_stride + head * dim
+            k = tl.load(
+                keys + places[None, :] + dims[:, None],
+                mask=inside[None, :] & in_dim[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(queries, k, input_precision=PRECISION) * scale
+            if SOFTCAP > 0:
+                # tanh by exp, which is what the hardware has.
+                scores = SOFTCAP * (1 - 2 / (tl.exp(2 * scores / SOFTCAP) + 1))
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            kept = tl.exp(top - safe)
+            e = tl.exp(scores - safe[:, None])
+            v = tl.load(
+                values + places[:, None] + dims[None, :],
+                mask=inside[:, None] & in_dim[None, :],
+                other=0.0,
+            )
+            weight = weight * kept + tl.sum(e, 1)
+            total = total * kept[:, None] + tl.dot(e.to(v.dtype), v, input_precision=PRECISION)
+            top = higher
+        place = (sequence.to(tl.int64) * splits + split) * tl.num_programs(1) * group + heads
+        tl.store(
+            partial + place[:, None] * dim + dims[None, :],
+            total,
+            mask=in_group[:, None] & in_dim[None, :],
+        )
+        tl.store(limits + place * 2, top, mask=in_group)
+        tl.store(limits + place * 2 + 1, weight, mask=in_group)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def combine_kernel(  # type: ignore[no-untyped-def]
+    partial,
+    limits,
+    contexts,
+    out,
+    splits,
+    window,
+    heads,
+    dim,
+    SPLIT: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """out[t, h] = the splits' sums, each scaled to the greatest score of all, over their weight."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    context = tl.load(contexts + sequence).to(tl.int32)
+    first = 0
+    if window > 0:
+        first = tl.maximum(context - window, 0) // SPLIT
+    dims = tl.arange(0, DIM)
+    top = float("-inf")
+    weight = 0.0
+    total = tl.zeros((DIM,), tl.float32)
+    for split in range(first, tl.cdiv(context, SPLIT)):
+        place = (sequence.to(tl.int64) * splits + split) * heads + head
+        own = tl.load(limits + place * 2)
+        higher = tl.maximum(top, own)
+        kept, added = tl.exp(top - higher), tl.exp(own - higher)
+        part = tl.load(partial + place * dim + dims, mask=dims < dim, other=0.0)
+        total = total * kept + part * added
+        weight = weight * kept + tl.load(limits + place * 2 + 1) * added
+        top = higher
+    value = (total / weight).to(out.dtype.element_ty)
+    tl.store(out + (sequence * heads + head) * dim + dims, value, mask=dims < dim)
+
+
+def serves(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether `decode` computes this dtype and layout."""
+    dim = q.shape[2]
+    packed = q.stride(2) == 1 and q.stride(1) == dim and k_cache.stride(2) == dim
+    return packed and q.dtype is k_cache.dtype and dim <= 256
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    out: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None = None,
+) -> None:
+    """`ops.paged_attention` for the first sequences of a batch, one row each, into `out`.
+
+    q: `[sequences, heads, head_dim]` with contiguous heads; out the same, contiguous.
+    """
+    sequences, heads, dim = q.shape
+    block, kv_heads = k_cache.shape[1:3]
+    splits = -(-max(batch.context_lens[:sequences]) // SPLIT)
+    shape = (sequences, splits, heads)
+    partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
+    limits = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
+    window, group = sliding_window or 0, heads // kv_heads
+    run: Any = decode_kernel[(sequences, kv_heads, splits)]
+    run(
+        q, k_cache, v_cache, batch.block_tables, batch.context_lens_device, partial, limits,
+        scale, q.stride(0), k_cache.stride(0), k_cache.stride(1), batch.block_tables.stride(0),
+        splits, window, group, dim,
+        BLOCK=block, SPLIT=SPLIT, KEYS=KEYS, GROUP=max(LEAST_GROUP, triton.next_power_of_2(group)),
+        DIM=max(16, triton.next_power_of_2(dim)), SOFTCAP=softcap or 0.0, PRECISION="ieee",
+        num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=True,
+    )  # fmt: skip
+    combine: Any = combine_kernel[(sequences, heads)]
+    combine(
+        partial, limits, batch.context_lens_device, out, splits, window, heads, dim,
+        SPLIT=SPLIT, DIM=triton.next_power_of_2(dim), num_warps=1,
+        enable_fp_fusion=True,
+    )  # fmt: skip

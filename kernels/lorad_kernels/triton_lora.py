@@ -1,0 +1,232 @@
+"""LoRA deltas on a GPU: shrink and expand over all segments and slices of a projection.
+
+One pair of kernels serves decode (BGMV: tiles of 16 rows) and prefill (SGMV: tiles of 64). The
+rank is read at run time, per adapter and slice; programs beyond it exit at once. The sum over
+the input's width is cut into pieces of a fixed size, whose partial sums go to a scratch tensor
+and are added in order: no atomics, so a row's delta has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lorad_kernels.factors import FactorTable
+    from lorad_kernels.segments import LoraSegments
+
+# Width summed by one shrink program. A property of the projection alone, never of the batch.
+SPLIT_WIDTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a kernel cuts its work. One rank block is the least a tensor core multiplies."""
+
+    rows: int
+    width: int  # of x in one step of shrink
+    ranks: int
+    columns: int  # of y in one program of expand
+    warps: int
+    shrink_stages: int
+
+
+# The tile of decode stays at 16 rows whatever the batch: its rows have the same bits anywhere.
+BGMV = Tiles(rows=16, width=128, ranks=16, columns=128, warps=4, shrink_stages=3)
+SGMV = Tiles(rows=64, width=64, ranks=16, columns=64, warps=4, shrink_stages=3)
+# ptxas before 13.3 miscompiles a cast beside a pipelined wgmma, so expand is not pipelined.
+EXPAND_STAGES = 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shrink_kernel(  # type: ignore[no-untyped-def]
+    x,
+    slab,
+    table,
+    tiles,
+    partial,
+    x_stride,
+    width,
+    table_slices,
+    slices,
+    num_rows,
+    max_rank,
+    rank_blocks,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """partial[p, t, s, j] = sum over k in piece p of x[t, k] * A[slot(t), s][j, k]."""
+    tile = tl.program_id(0) // rank_blocks
+    block = tl.program_id(0) % rank_blocks
+    s = tl.program_id(1)
+    piece = tl.program_id(2)
+    start = tl.load(tiles + tile * 3)
+    end = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    entry = table + (slot * table_slices + s) * 4
+    rank = tl.load(entry)
+    if block * RANKS < rank:
+        a = slab + tl.multiple_of(tl.load(entry + 1), ALIGN)
+        rows = start + tl.arange(0, ROWS)
+        ranks = block * RANKS + tl.arange(0, RANKS)
+        first = piece * SPLIT
+        last = tl.minimum(first + SPLIT, width)
+        total = tl.zeros((ROWS, RANKS), tl.float32)
+        for k in range(first, last, WIDTH):
+            ks = k + tl.arange(0, WIDTH)
+            inside = ks < last
+            xs = tl.load(
+                x + rows[:, None] * x_stride + ks[None, :],
+                mask=(rows < end)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            weights = tl.load(
+                a + ranks[None, :].to(tl.int64) * width + ks[:, None],
+                mask=(ranks < rank)[None, :] & inside[:, None],
+                other=0.0,
+            )
+            total = tl.dot(xs, weights, total, input_precision=PRECISION)
+        target = ((piece * num_rows + rows[:, None]) * slices + s) * max_rank + ranks[None, :]
+        tl.store(partial + target, total, mask=(rows < end)[:, None] & (ranks < rank)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def expand_kernel(  # type: ignore[no-untyped-def]
+    y,
+    slab,
+    table,
+    tiles,
+    partial,
+    y_stride,
+    end_0,
+    end_1,
+    end_2,
+    table_slices,
+    slices,
+    num_rows,
+    max_rank,
+    pieces,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """y[t, n] += scaling * sum over j of h[t, s, j] * B[slot(t), s][n - start of s, j].
+
+    Program axis 1 runs over the column blocks of slice 0, then of slice 1, then of slice 2.
+    """
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    blocks_0 = tl.cdiv(end_0, COLUMNS)
+    blocks_1 = tl.cdiv(end_1 - end_0, COLUMNS)
+    s = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
+    begin = tl.where(s == 0, 0, tl.where(s == 1, end_0, end_1))
+    stop = tl.where(s == 0, end_0, tl.where(s == 1, end_1, end_2))
+    block -= tl.where(s == 0, 0, tl.where(s == 1, blocks_0, blocks_0 + blocks_1))
+    start = tl.load(tiles + tile * 3)
+    end = tl.load(tiles + tile * 3 + 1)
+    slot = tl.load(tiles + tile * 3 + 2)
+    entry = table + (slot * table_slices + s) * 4
+    rank = tl.load(entry)
+    if rank > 0:
+        rank = tl.multiple_of(rank, ALIGN)
+        b = slab + tl.multiple_of(tl.load(entry + 2), ALIGN)
+        scaling = tl.load(entry + 3).to(tl.float64, bitcast=True).to(tl.float32)
+        rows = start + tl.arange(0, ROWS)
+        columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        in_slice = columns < stop - begin
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for j in range(0, rank, RANKS):
+            ranks = j + tl.arange(0, RANKS)
+            in_rank = ranks < rank
+            place = (rows[:, None] * slices + s) * max_rank + ranks[None, :]
+            h_mask = (rows < end)[:, None] & in_rank[None, :]
+            h = tl.zeros((ROWS, RANKS), tl.float32)
+            for piece in range(pieces):
+                offset = piece * num_rows * slices * max_rank
+                h += tl.load(partial + offset + place, mask=h_mask, other=0.0)
+            weights = tl.load(
+                b + columns[None, :].to(tl.int64) * rank + ranks[:, None],
+                mask=in_slice[None, :] & in_rank[:, None],
+                other=0.0,
+            )
+            total = tl.dot(h, weights.to(tl.float32), total, input_precision=PRECISION)
+        target = y + rows[:, None] * y_stride + begin + columns[None, :]
+        mask = (rows < end)[:, None] & in_slice[None, :]
+        old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target, (old + scaling * total).to(y.dtype.element_ty), mask=mask)
+
+
+def expand_precision(dtype: torch.dtype, tiles: Tiles) -> str:
+    """How h (float32) and B are multiplied.
+
+    A 16-bit B is exact in tf32, so only h is rounded: not at all in float32, to 2^-22 in decode
+    (three products of its parts), to 2^-11 in prefill.
+    """
+    if dtype is torch.float32:
+        return "ieee"
+    return "tf32x3" if tiles is BGMV else "tf32"
+
+
+def add_lora(
+    y: Tensor,
+    x: Tensor,
+    slab: Tensor,
+    table: FactorTable,
+    slice_starts: Sequence[int],
+    segments: LoraSegments,
+) -> None:
+    """`ops.add_lora`; rows of y and x are contiguous."""
+    if table.max_rank == 0:
+        return
+    for tiles, is_long in ((BGMV, False), (SGMV, True)):
+        places = segments.tiles(tiles.rows, is_long, y.device)
+        if len(places):
+            _launch(tiles, places, y, x, slab, table, slice_starts)
+
+
+def _launch(
+    tiles: Tiles,
+    places: Tensor,
+    y: Tensor,
+    x: Tensor,
+    slab: Tensor,
+    table: FactorTable,
+    slice_starts: Sequence[int],
+) -> None:
+    slices, width, max_rank = len(slice_starts) - 1, x.shape[1], table.max_rank
+    pieces, rank_blocks = -(-width // SPLIT_WIDTH), -(-max_rank // tiles.ranks)
+    partial = torch.empty(
+        pieces, x.shape[0], slices, max_rank, dtype=torch.float32, device=x.device
+    )
+    factors = table.on(y.device)
+    shrink: Any = shrink_kernel[(len(places) * rank_blocks, slices, pieces)]
+    shrink(
+        x, slab, factors, places, partial, x.stride(0), width, factors.shape[1], slices,
+        x.shape[0], max_rank, rank_blocks, SPLIT=SPLIT_WIDTH, ROWS=tiles.rows,
+        WIDTH=tiles.width, RANKS=tiles.ranks, PRECISION="ieee", ALIGN=table.alignment,
+        num_warps=tiles.warps, num_stages=tiles.shrink_stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    ends = (*slice_starts[1:], *[slice_starts[-1]] * (3 - slices))
+    blocks = sum(-(-(end - start) // tiles.columns) for start, end in pairwise(slice_starts))
+    expand: Any = expand_kernel[(len(places), blocks)]
+    expand(
+        y, slab, factors, places, partial, y.stride(0), *ends, factors.shape[1], slices,
+        x.shape[0], max_rank, pieces, ROWS=tiles.rows, RANKS=tiles.ranks,
+        COLUMNS=tiles.columns, PRECISION=expand_precision(y.dtype, tiles),
+        ALIGN=table.alignment,
+        num_warps=tiles.warps, num_stages=EXPAND_STAGES, enable_fp_fusion=True,
+    )  # fmt: skip
