@@ -62,12 +62,12 @@ def _print(found: wire.StatusInfo) -> None:
             "steps": engine["steps"],
             "pages": f"{engine['total_pages']} of {human_bytes(page)}: {used}",
             "host cache": human_bytes(engine["host_cache_bytes"]),
-            "prefix cache": _share(
+            "prefixes": _share(
                 engine["memory"]["prefix_hit_tokens"],
                 engine["memory"]["prefix_lookup_tokens"],
                 "prompt tokens found",
             ),
-            "adapters found": _found(engine["memory"]["lookups"]),
+            "tier hits": _found(engine["memory"]["lookups"]),
         }
     )
 
