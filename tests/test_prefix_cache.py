@@ -147,7 +147,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again(tiny_model, sync_engine
 
 def test_the_server_gives_the_salt_and_counts_what_was_found():
     """Two prompts with two answers each: what one of the answers computed was not all cached."""
-    options = Options("m", 2, False, False, None, SamplingParams(4), ())
+    options = Options("m", None, 2, False, False, None, SamplingParams(4), ())
     job = Job("j", options, None, ((1,) * 50, (2,) * 40), (4, 4), "acme")
     assert {request.cache_salt for request in job.requests()} == {"acme"}
     usage = job.usage([4, 3, 2, 1], [48, 32, 0, 32])
