@@ -63,6 +63,10 @@ class AdminClient:
     def status(self) -> wire.StatusInfo:
         return cast(wire.StatusInfo, self._request("GET", wire.STATUS))
 
+    def config(self) -> wire.ConfigInfo:
+        """The daemon's effective settings, by their full names."""
+        return cast(wire.ConfigInfo, self._request("GET", wire.CONFIG))
+
     def adapters(self, tenant: str | None = None) -> wire.AdapterList:
         query = {"tenant": tenant} if tenant else {}
         return cast(wire.AdapterList, self._request("GET", wire.ADAPTERS, query=query))

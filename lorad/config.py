@@ -97,6 +97,12 @@ class MemorySection:
         0.9, "Share of the GPU's memory that lorad may fill.", low=0.05, high=0.99
     )
     block_size: int = option(16, "Tokens of KV in a page.", low=1, high=1024)
+    adapter_floor: float = option(
+        0.0, "Share of the pages that KV leaves to adapters, however many run.", low=0, high=0.9
+    )
+    adapter_ceiling: float = option(
+        1.0, "Share of the pages that adapters may take.", low=0.01, high=1
+    )
     host_cache_bytes: int = option(
         0, "Bytes of adapters kept in host memory. 0: a quarter of the free memory.", size=True
     )

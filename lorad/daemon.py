@@ -310,6 +310,8 @@ def _engine_options(config: Config, directory: Path) -> EngineOptions:
         gpu_memory_utilization=config.memory.gpu_memory_utilization,
         block_size=config.memory.block_size,
         host_cache_bytes=config.memory.host_cache_bytes,
+        adapter_floor=config.memory.adapter_floor,
+        adapter_ceiling=config.memory.adapter_ceiling,
     )
 
 

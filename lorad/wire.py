@@ -299,6 +299,23 @@ class OperationList(TypedDict):
     operations: list[OperationInfo]
 
 
+class MemoryInfo(TypedDict):
+    """messages.MemoryStats: counts since the start."""
+
+    lookups: dict[str, int]  # requests by the tier that held their adapter
+    loads: dict[str, int]
+    cancelled_loads: int
+    load_seconds: float  # all loads together
+    evictions: dict[str, int]  # "prefix for kv", "adapter for adapter", ...
+    host_evictions: int
+    moved_pages: int
+    moved_adapters: int
+    move_seconds: float
+    prefix_lookup_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+
+
 class EngineInfo(TypedDict):
     """messages.EngineStats without the list of adapters."""
 
@@ -313,6 +330,9 @@ class EngineInfo(TypedDict):
     adapter_pages: int
     page_bytes: int
     host_cache_bytes: int
+    cached_pages: int
+    weight_bytes: int
+    memory: MemoryInfo
 
 
 class StoreInfo(TypedDict):

@@ -271,7 +271,11 @@ def test_200_requests_at_once_all_end_as_if_each_had_been_alone(run) -> None:
             assert tokens == bench.cold(*row)[: 1 + i % TOKENS]
         stats = await bench.settled()
         assert stats.generated_tokens == sum(map(len, got))
-        assert stats.prompt_tokens >= sum(len(prompt) for prompt, _ in rows)
+        # Blocks that another request has computed are not computed again. A preempted one's are.
+        prompts = sum(len(prompt) for prompt, _ in rows)
+        assert stats.memory.prefix_lookup_tokens == prompts
+        assert stats.memory.prefix_hit_tokens > 0
+        assert stats.prompt_tokens >= prompts - stats.memory.prefix_hit_tokens
 
     run(scenario, max_num_seqs=32, slab_bytes=96 * 8192, max_model_len=64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -13,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lorad.adapter_ref import AdapterName, AdapterRef
+from lorad.adapters import weights as weights_module
 from lorad.adapters.loader import AdapterLoader, LoadResult
 from lorad.adapters.peft_format import read_adapter
 from lorad.adapters.weights import AdapterWeights, read_weights
 from lorad.errors import LoradError
-from lorad.sizing.adapter_size import AdapterLayout
+from lorad.sizing.adapter_size import AdapterLayout, pack_adapter
 from lorad.sizing.model_shape import ModelShape, read_config
 
 
@@ -154,7 +156,7 @@ def adapter(tiny_model, random_adapter, tmp_path_factory) -> tuple[Path, ModelSh
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_factors_are_cast_once_and_the_gaps_are_zero(adapter, dtype: torch.dtype) -> None:
     directory, shape = adapter
-    packed = read_weights(read_adapter(directory, shape), "sha256:a", shape, dtype)
+    packed = read_weights(directory, "sha256:a", shape, dtype)
     saved = load_file(directory / "adapter_model.safetensors")
     assert packed.data.dtype == dtype
     assert packed.nbytes == packed.layout.nbytes
@@ -204,30 +206,62 @@ def test_what_is_not_finite_when_served_is_refused_by_name(
 ) -> None:
     directory, shape = adapter
     copy, name = changed(directory, tmp_path / "copy", value)
-    checked = read_adapter(copy, shape)
     if served:
-        assert read_weights(checked, "sha256:a", shape, dtype).data.isfinite().all()
+        assert read_weights(copy, "sha256:a", shape, dtype).data.isfinite().all()
         return
     with pytest.raises(LoradError) as refused:
-        read_weights(checked, "sha256:a", shape, dtype)
+        read_weights(copy, "sha256:a", shape, dtype)
     assert refused.value.code == "adapter.nonfinite_weights"
     assert refused.value.details == {"tensor": name}
     assert name in refused.value.message
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "replaced"])
-def test_a_file_that_changed_after_its_check_is_an_error(adapter, tmp_path, damage: str) -> None:
+def damage(file: Path, how: str) -> None:
+    if how == "gone":
+        file.unlink()
+    elif how == "cut":
+        os.truncate(file, file.stat().st_size - 100)
+    else:
+        save_file({"other": torch.zeros(2)}, file.with_suffix(".new"))
+        file.with_suffix(".new").rename(file)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("gone", "adapter.weights_missing"),
+        ("cut", "adapter.weights_corrupt"),
+        ("replaced", "adapter.no_module_matched"),
+    ],
+)
+def test_a_file_that_changed_after_its_check_is_an_error(
+    adapter, tmp_path, how: str, code: str
+) -> None:
     directory, shape = adapter
     copy, _ = changed(directory, tmp_path / "copy", 0.5)
-    checked = read_adapter(copy, shape)
-    file = copy / "adapter_model.safetensors"
-    if damage == "gone":
-        file.unlink()
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-    else:
-        save_file({"other": torch.zeros(2)}, file)
+    read_adapter(copy, shape)
+    damage(copy / "adapter_model.safetensors", how)
     with pytest.raises(LoradError) as failed:
-        read_weights(checked, "sha256:a", shape, torch.float32)
-    assert failed.value.code == "adapter.load_failed"
-    assert "adapter_model.safetensors of sha256:a" in failed.value.message
+        read_weights(copy, "sha256:a", shape, torch.float32)
+    assert failed.value.code == code
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "replaced"])
+def test_what_is_read_is_the_file_that_was_checked(adapter, tmp_path, monkeypatch, how: str):
+    """Another file under its name changes nothing; of one that was cut no part is served."""
+    directory, shape = adapter
+    copy, _ = changed(directory, tmp_path / "copy", 0.5)
+    whole = read_weights(copy, "sha256:a", shape, torch.float32)
+
+    def pack_later(*arguments):  # called between the check and the first read of a tensor
+        damage(copy / "adapter_model.safetensors", how)
+        return pack_adapter(*arguments)
+
+    monkeypatch.setattr(weights_module, "pack_adapter", pack_later)
+    if how == "cut":
+        with pytest.raises(LoradError) as failed:
+            read_weights(copy, "sha256:a", shape, torch.float32)
+        assert failed.value.code == "adapter.weights_corrupt"
+        return
+    again = read_weights(copy, "sha256:a", shape, torch.float32)
+    assert torch.equal(again.data, whole.data)

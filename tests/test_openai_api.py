@@ -365,7 +365,12 @@ def test_a_completion_in_full(site: Site) -> None:
         "model": BASE,
         "system_fingerprint": "base",
         "choices": [choice],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 16, "total_tokens": 18},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 16,
+            "total_tokens": 18,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 
@@ -554,6 +559,7 @@ def test_usage_comes_in_a_chunk_of_its_own_and_only_when_asked(site: Site) -> No
         "prompt_tokens": prompt,
         "completion_tokens": 10,
         "total_tokens": prompt + 10,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     plain = create(model=BASE, messages=HELLO, stream=True)  # type: ignore[call-overload]
     assert all(chunk.choices for chunk in plain)

@@ -268,6 +268,25 @@ def plan(
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare with the running daemon, to the byte, instead of planning; exit 1 if "
+            "anything differs.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
+    socket: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket",
+            envvar="LORAD_SOCKET",
+            help="Admin socket of the daemon, for --check.",
+            show_default=False,
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON document.", rich_help_panel=_OUTPUT),
@@ -282,6 +301,12 @@ def plan(
     from loractl.plan_inputs import PlanOptions
     from loractl.plan_output import show_plan
 
+    if check:
+        from loractl.plan_check import show_check
+
+        with reported(json):
+            equal = show_check(model, socket, as_json=json)
+        raise typer.Exit(0 if equal else 1)
     with reported(json):
         options = PlanOptions(
             model=model,

@@ -43,6 +43,7 @@ def _print(found: wire.StatusInfo) -> None:
     pages = {
         "free": engine["free_pages"],
         "KV": engine["kv_pages"],
+        "cached KV": engine["cached_pages"],
         "adapters": engine["adapter_pages"],
     }
     used = ", ".join(f"{what} {n} ({human_bytes(n * page)})" for what, n in pages.items())
@@ -61,8 +62,25 @@ def _print(found: wire.StatusInfo) -> None:
             "steps": engine["steps"],
             "pages": f"{engine['total_pages']} of {human_bytes(page)}: {used}",
             "host cache": human_bytes(engine["host_cache_bytes"]),
+            "prefixes": _share(
+                engine["memory"]["prefix_hit_tokens"],
+                engine["memory"]["prefix_lookup_tokens"],
+                "prompt tokens found",
+            ),
+            "tier hits": _found(engine["memory"]["lookups"]),
         }
     )
+
+
+def _share(part: int, whole: int, what: str) -> str:
+    return f"{part} of {whole} {what} ({part / whole:.0%})" if whole else f"no {what} yet"
+
+
+def _found(lookups: dict[str, int]) -> str:
+    """On which tier requests found their adapters."""
+    whole = sum(lookups.values())
+    shares = [f"{n / whole:.0%} {tier}" for tier, n in sorted(lookups.items())] if whole else []
+    return ", ".join(shares) or "no request for one yet"
 
 
 def _duration(seconds: float) -> str:

@@ -126,6 +126,7 @@ class AsyncEngine:
                     completion_tokens=count,
                     finish_reason=reason,
                     stop_reason=stop_reason,
+                    cached_tokens=output.cached_tokens,
                 )
                 if reason is not None:
                     return

@@ -6,7 +6,7 @@ import logging
 import os
 import queue
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,9 +21,11 @@ from lorad.engine.model_runner import ModelRunner
 from lorad.engine.scheduler import Scheduler, SchedulerLimits
 from lorad.errors import LoradError
 from lorad.memory.adapter_pool import AdapterPool
+from lorad.memory.eviction import Eviction
 from lorad.memory.kv_cache import KVCache
 from lorad.memory.page_pool import PagePool
 from lorad.memory.slab import Slab
+from lorad.memory.upload import pinned
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder
 from lorad.model.loader import load_decoder
@@ -60,6 +62,8 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     block_size: int = 16
     host_cache_bytes: int = 0
+    adapter_floor: float = 0.0  # share of the pages that K and V leave to adapters
+    adapter_ceiling: float = 1.0  # share of the pages that adapters may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +106,22 @@ def build_engine(
     )
     slab = _allocate_slab(options, config, dtype, device, max_model_len)
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    loader = AdapterLoader(lambda ref: read_adapter(ref, config.shape, dtype), inbox.put)
+    loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
     loader.start()
     engine = _assemble(options, decoder, slab, loader, eos_token_ids, max_model_len)
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
+
+
+def _reader(
+    read_adapter: ReadAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device
+) -> Callable[[AdapterRef], AdapterWeights]:
+    """What the loader's thread does for one adapter: read, pack, and pin where that helps."""
+
+    def read(ref: AdapterRef) -> AdapterWeights:
+        weights = read_adapter(ref, shape, dtype)
+        return replace(weights, data=pinned(weights.data, device))
+
+    return read
 
 
 def _assemble(
@@ -116,9 +132,21 @@ def _assemble(
     eos_token_ids: frozenset[int],
     max_model_len: int,
 ) -> Engine:
-    pool = PagePool(slab.num_pages)
+    pool = PagePool(
+        slab.num_pages,
+        adapter_floor=int(options.adapter_floor * slab.num_pages),
+        adapter_ceiling=int(options.adapter_ceiling * slab.num_pages),
+    )
+    eviction = Eviction(pool)
+    kv_cache = KVCache(pool, slab, eviction)
     host = HostCache(options.max_cpu_loras, options.host_cache_bytes or free_host_bytes() // 4)
-    tiers = AdapterTiers(AdapterPool(pool, slab), host, loader.load)
+    tiers = AdapterTiers(
+        AdapterPool(pool, slab, eviction, kv_cache),
+        host,
+        loader.load,
+        loader.cancel,
+        prefetch=options.max_loras,
+    )
     limits = SchedulerLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -126,8 +154,27 @@ def _assemble(
         max_model_len=max_model_len,
         adapter_wait=options.adapter_wait,
     )
-    scheduler = Scheduler(limits, KVCache(pool, slab), tiers, eos_token_ids)
-    return Engine(scheduler, ModelRunner(decoder, slab, tiers), tiers, pool, slab)
+    scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
+    runner = ModelRunner(decoder, slab, tiers)
+    return Engine(
+        scheduler, runner, tiers, pool, slab, eviction, weight_bytes=decoder_bytes(decoder)
+    )
+
+
+def decoder_bytes(decoder: Decoder) -> int:
+    """Bytes of the model's own tensors; one that is used twice counts once."""
+    found: dict[int, int] = {}
+
+    def look(thing: object) -> None:
+        if isinstance(thing, torch.Tensor):
+            found[thing.data_ptr()] = thing.numel() * thing.element_size()
+        elif is_dataclass(thing):
+            for field in fields(thing):
+                look(getattr(thing, field.name))
+
+    for part in (decoder.embed_tokens, *decoder.layers, decoder.final_norm, decoder.lm_head):
+        look(part)
+    return sum(found.values())
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -180,10 +227,12 @@ def _allocate_slab(
         options.slab_bytes or _slab_budget(options, config.shape, dtype, device), nbytes
     )
     needed = -(-max_model_len // options.block_size)
-    if pages < needed:
+    for_kv = pages - int(options.adapter_floor * pages)
+    if for_kv < needed:
         raise LoradError(
             "memory.no_capacity",
-            f"the slab has {pages} pages, one request of {max_model_len} tokens needs {needed}",
+            f"the slab has {for_kv} pages for KV, one request of {max_model_len} tokens needs "
+            f"{needed}",
             hint=f"lower model.max_model_len, or set memory.slab_bytes to {needed * nbytes}",
             details={"pages": pages, "needed": needed, "page_bytes": nbytes},
         )

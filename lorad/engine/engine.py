@@ -17,6 +17,7 @@ from lorad.engine.messages import (
     EngineStats,
     GenerationRequest,
     LoadAdapter,
+    MemoryStats,
     StepRecord,
     TokenOutput,
     UnloadAdapter,
@@ -25,6 +26,7 @@ from lorad.engine.model_runner import ModelRunner
 from lorad.engine.request import Sequence
 from lorad.engine.scheduler import ScheduledBatch, Scheduler
 from lorad.errors import LoradError
+from lorad.memory.eviction import Eviction
 from lorad.memory.page_pool import PagePool
 from lorad.memory.slab import Slab
 
@@ -57,17 +59,23 @@ class Engine:
         adapters: AdapterTiers,
         pool: PagePool,
         slab: Slab,
+        eviction: Eviction,
+        *,
+        weight_bytes: int = 0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._adapters = adapters
         self._pool = pool
         self._slab = slab
+        self._eviction = eviction
+        self._weight_bytes = weight_bytes
         self._loads: list[_PendingLoad] = []
         self._unloads: list[_PendingUnload] = []
         self._outputs: list[Output] = []
         self.records: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._hit_tokens = 0  # of the prefix cache, at the last record
 
     # --- what the loop calls --------------------------------------------------------------
 
@@ -86,6 +94,8 @@ class Engine:
 
     def step(self) -> bool:
         """Run one batch, and whatever adapter commands can end now. False when there was none."""
+        self._adapters.begin_step()
+        self._keep_only_wanted()
         self._progress_commands()
         batch = self._scheduler.schedule()
         self._outputs += self._scheduler.take_failures()
@@ -126,15 +136,41 @@ class Engine:
             total_pages=self._pool.num_pages,
             free_pages=self._pool.free_pages,
             kv_pages=self._pool.kv_pages,
-            adapter_pages=self._pool.adapter_pages,
+            adapter_pages=self._pool.adapter_pages + self._pool.reserved_pages,
             page_bytes=self._slab.page_bytes,
             host_cache_bytes=self._adapters.host_bytes,
             adapters=self._adapters.states(
                 scheduler.running_by_adapter(), scheduler.waiting_by_adapter()
             ),
+            cached_pages=self._pool.cached_pages,
+            weight_bytes=self._weight_bytes,
+            memory=self._memory_stats(),
+        )
+
+    def _memory_stats(self) -> MemoryStats:
+        tiers, moves = self._adapters, self._adapters.relocator
+        return MemoryStats(
+            lookups=dict(tiers.lookups),
+            loads=dict(tiers.loads),
+            cancelled_loads=tiers.cancelled_loads,
+            load_seconds=tiers.load_seconds.copy(),
+            evictions=dict(self._eviction.counts),
+            host_evictions=tiers.host_evictions,
+            moved_pages=moves.moved_pages,
+            moved_adapters=moves.moved_runs,
+            move_seconds=moves.seconds,
+            prefix_lookup_tokens=self._scheduler.prefix_lookup_tokens,
+            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+            preemptions=self._scheduler.preemptions,
         )
 
     # --- adapter commands -----------------------------------------------------------------
+
+    def _keep_only_wanted(self) -> None:
+        """Loads that no request and no command waits for are not worth reading."""
+        if self._adapters.under_way:
+            commanded = {load.command.adapter.digest for load in self._loads}
+            self._adapters.keep_only(commanded | self._scheduler.waiting_by_adapter().keys())
 
     def _begin_unload(self, command: UnloadAdapter) -> None:
         digest = command.adapter.digest
@@ -168,7 +204,7 @@ class Engine:
         command = load.command
         if command.adapter.digest in self._scheduler.held:
             return None
-        readiness = self._adapters.prepare(command.adapter)
+        readiness = self._adapters.prepare(command.adapter, "command")
         if readiness == "too_large":
             error = LoradError(
                 "memory.no_capacity",
@@ -177,7 +213,7 @@ class Engine:
             )
             return CommandFailed(command.command_id, error)
         resident = self._adapters.get(command.adapter.digest)
-        if resident is None:
+        if resident is None or readiness != "ready":
             return None
         if command.pin is not None:
             self._adapters.pin(resident.digest, command.pin)
@@ -192,6 +228,7 @@ class Engine:
         busy = self._scheduler.unfinished(digest)
         if not busy and not self._adapters.is_loading(digest):
             device, host = self._adapters.drop(digest)
+            self._eviction.counts["adapter", "unload"] += device > 0
             return AdapterUnloaded(command.command_id, device, host, unload.requests)
         if time.monotonic() < unload.deadline:
             return None
@@ -211,6 +248,9 @@ class Engine:
         for item in batch.items:
             rows[item.sequence.label] += item.count
             prompt += max(0, min(item.start + item.count, item.sequence.prompt_length) - item.start)
+        if prompt:
+            self._time_prefill(seconds / sum(rows.values()))
+        hits, self._hit_tokens = self._hit_tokens, self._scheduler.prefix_hit_tokens
         self._steps += 1
         self._prompt_tokens += prompt
         self.records.append(
@@ -222,5 +262,11 @@ class Engine:
                 decode_tokens=sum(rows.values()) - prompt,
                 rows=dict(rows),
                 requests=tuple(item.sequence.request_id for item in batch.items),
+                cached_tokens=self._hit_tokens - hits,
             )
         )
+
+    def _time_prefill(self, token_seconds: float) -> None:
+        """What a cached block saves, as a running mean: the eviction weighs it against loads."""
+        eviction = self._eviction
+        eviction.kv_token_seconds += 0.1 * (token_seconds - eviction.kv_token_seconds)

@@ -5,6 +5,8 @@ The engine could run in a process of its own behind these messages.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +15,8 @@ from lorad.errors import LoradError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Residency = Literal["disk", "loading", "host", "device", "failed"]
+# Why an adapter is read: a request that could run, one further back, an operator's command.
+LoadReason = Literal["request", "prefetch", "command"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     adapter: AdapterRef | None = None
+    # Requests share cached K and V only under the same salt. Set by the server, per tenant.
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class RequestOutput:
     completion_tokens: int  # so far
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    cached_tokens: int = 0  # of the prompt, whose K and V were in the prefix cache
 
 
 # --- API side -> engine -------------------------------------------------------------------
@@ -124,6 +131,7 @@ class TokenOutput:
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     error: LoradError | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +187,54 @@ class StepRecord:
     # Rows per adapter, by "tenant/name@version"; base rows under "base".
     rows: dict[str, int] = field(default_factory=dict)
     requests: tuple[str, ...] = ()
+    cached_tokens: int = 0  # of the prompts that began in this step
+
+
+class Histogram:
+    """Counts of durations, in seconds, by fixed bounds."""
+
+    BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.BOUNDS) + 1)  # the last is above every bound
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(self.BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+    def copy(self) -> Histogram:
+        copied = Histogram()
+        copied.counts, copied.sum = list(self.counts), self.sum
+        return copied
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """What the memory has done since the start: counts, and seconds where it says so."""
+
+    lookups: Mapping[str, int] = field(default_factory=dict)  # requests by tier of their adapter
+    loads: Mapping[LoadReason, int] = field(default_factory=dict)
+    cancelled_loads: int = 0
+    load_seconds: Histogram = field(default_factory=Histogram)
+    # ("prefix" or "adapter", "kv", "adapter" or "unload"): what left the device, for whom.
+    evictions: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    host_evictions: int = 0
+    moved_pages: int = 0
+    moved_adapters: int = 0
+    move_seconds: float = 0.0
+    prefix_lookup_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine for `status`, `top` and metrics."""
+    """A snapshot of the engine for `status`, `top` and metrics.
+
+    The pages are free, `kv` (in a sequence's block table), `cached` (K and V that nobody reads
+    now) or `adapter` (or being cleared for one); together they are all.
+    """
 
     steps: int
     running: int
@@ -197,3 +248,6 @@ class EngineStats:
     page_bytes: int
     host_cache_bytes: int
     adapters: tuple[AdapterState, ...] = ()
+    cached_pages: int = 0
+    weight_bytes: int = 0  # of the base model on the device
+    memory: MemoryStats = field(default_factory=MemoryStats)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lorad.engine.messages import FinishReason, GenerationRequest
+from lorad.memory.prefix_cache import BlockChain
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +23,8 @@ class Sequence:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     started: bool = False  # has run before; true also while it is preempted
+    chain: BlockChain | None = None  # given by the scheduler
+    cached_tokens: int | None = None  # of the prompt, known once it has been admitted
 
     @classmethod
     def from_request(cls, request: GenerationRequest) -> Sequence:

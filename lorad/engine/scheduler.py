@@ -18,6 +18,7 @@ from lorad.engine.request import Sequence
 from lorad.engine.sampler import Sampled
 from lorad.errors import LoradError
 from lorad.memory.kv_cache import KVCache
+from lorad.memory.prefix_cache import BlockChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,17 @@ class Scheduler:
         # Adapters being unloaded: requests that have not begun wait until that is over.
         self.held: set[str] = set()
         self._failures: list[TokenOutput] = []
+        self.preemptions = 0
+        self.prefix_lookup_tokens = 0  # of prompts, when they were admitted
+        self.prefix_hit_tokens = 0
 
     # --- queues ---------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
+        request = sequence.request
+        sequence.chain = self._kv.chain(sequence.digest, request.cache_salt)
+        if request.adapter is not None:
+            self._adapters.count_request(request.adapter)
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -119,8 +127,9 @@ class Scheduler:
         items += self._admit_waiting(
             self._limits.max_num_batched_tokens - sum(item.count for item in items)
         )
-        if not items and not self.running and not self._adapters.any_loading:
+        if not items and not self.running and not self._adapters.busy:
             self._fail_unplaceable()
+        self._prefetch()
         items.sort(key=lambda item: (item.count > 1, item.sequence.digest or ""))
         return ScheduledBatch(tuple(items))
 
@@ -153,9 +162,9 @@ class Scheduler:
                 budget -= count
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Pages for the next `count` tokens; idle adapters go first, then the newest sequence."""
+        """Pages for the next `count` tokens, at the cost of the newest sequence if need be."""
         while not self._kv.grow(sequence.block_table, sequence.num_computed + count):
-            if self._adapters.evict_idle():
+            if self._adapters.give_up_window():
                 continue
             newest = self.running[-1]
             if newest is sequence and len(self.running) == 1:
@@ -195,20 +204,47 @@ class Scheduler:
                 no_room.add(sequence.digest)
             if readiness != "ready":
                 continue
-            count = min(sequence.num_pending, budget)
-            if not self._kv_for_new(sequence, count):
+            item = self._start(sequence, budget)
+            if item is None:
                 break  # later, smaller ones must not starve this one of pages
-            self._start(sequence)
-            admitted.append(ScheduledSequence.next_tokens(sequence, count))
-            budget -= count
+            admitted.append(item)
+            budget -= item.count
         return admitted
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
+        """Begin with what the prefix cache holds; None, and no change, without room for more.
+
+        Takes idle pages, whosever, but never a running sequence's.
+        """
+        chain, table = _chain(sequence), sequence.block_table
+        if sequence.digest:
+            self._adapters.acquire(sequence.digest)
+        cached = self._kv.attach(table, chain, sequence.tokens)
+        count = min(len(sequence.tokens) - cached, budget)
+        if not self._kv.grow(table, cached + count):
+            self._kv.release(table)
+            if sequence.digest:
+                self._adapters.release(sequence.digest)
+            return None
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.started = True
-        if sequence.digest:
-            self._adapters.acquire(sequence.digest)
+        sequence.num_computed = cached
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = cached
+            self.prefix_lookup_tokens += sequence.prompt_length
+            self.prefix_hit_tokens += cached
+        return ScheduledSequence.next_tokens(sequence, count)
+
+    def _prefetch(self) -> None:
+        """Adapters of requests that cannot run yet are read in the order of the queue."""
+        for sequence in self.waiting:
+            ref = sequence.request.adapter
+            if ref and ref.digest not in self.held and not self._adapters.prefetch(ref):
+                return
+
+    def _overdue(self, sequence: Sequence) -> bool:
+        return time.monotonic() - sequence.arrived_at > self._limits.adapter_wait
 
     def _adapter_readiness(
         self, sequence: Sequence, wanted: set[str], draining: str | None
@@ -226,9 +262,6 @@ class Scheduler:
             return None
         wanted.add(ref.digest)
         return self._adapters.prepare(ref)
-
-    def _overdue(self, sequence: Sequence) -> bool:
-        return time.monotonic() - sequence.arrived_at > self._limits.adapter_wait
 
     def _draining_adapter(self) -> str | None:
         """The running adapter that takes no new requests, so that an old waiter gets its place.
@@ -250,38 +283,25 @@ class Scheduler:
                 left[sequence.digest] = max(left[sequence.digest], sequence.tokens_left)
         return min(left, key=lambda digest: left[digest])
 
-    def _kv_for_new(self, sequence: Sequence, count: int) -> bool:
-        """Pages for a first chunk; takes idle adapters' pages, but never a running sequence's."""
-        while not self._kv.grow(sequence.block_table, count):
-            # The sequence's own adapter is idle until it is acquired: keep it.
-            if not self._evict_other(sequence.digest):
-                return False
-        return True
-
-    def _evict_other(self, digest: str | None) -> bool:
-        if digest is None:
-            return self._adapters.evict_idle()
-        self._adapters.acquire(digest)
-        try:
-            return self._adapters.evict_idle()
-        finally:
-            self._adapters.release(digest)
-
     def _preempt(self, sequence: Sequence) -> None:
         """Give up a sequence's pages; it is recomputed, tokens kept, when there is room."""
         self._retire(sequence)
+        self.preemptions += 1
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _retire(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         self.running.remove(sequence)
-        self._kv.release(sequence.block_table)
+        if poisoned:
+            self._kv.discard(sequence.block_table)
+        else:
+            self._kv.release(sequence.block_table)
         if sequence.digest:
             self._adapters.release(sequence.digest)
 
     def _enter(self, sequence: Sequence, result: Sampled) -> TokenOutput:
         if result.token_id is None:
-            self._retire(sequence)
+            self._retire(sequence, poisoned=True)
             return _failure(
                 sequence,
                 LoradError(
@@ -290,11 +310,27 @@ class Scheduler:
                     hint="the adapter's weights are too large for the serving dtype",
                 ),
             )
+        # A finite result depends on all K and V before it, so those are good.
+        self._kv.remember(
+            sequence.block_table, _chain(sequence), sequence.tokens, sequence.num_computed
+        )
         sequence.tokens.append(result.token_id)
         reason = sequence.finish_reason(self._eos, self._limits.max_model_len)
         if reason is not None:
             self._retire(sequence)
-        return TokenOutput(sequence.request_id, result.token_id, result.logprob, reason)
+        return TokenOutput(
+            sequence.request_id,
+            result.token_id,
+            result.logprob,
+            reason,
+            cached_tokens=sequence.cached_tokens or 0,
+        )
+
+
+def _chain(sequence: Sequence) -> BlockChain:
+    if sequence.chain is None:
+        raise RuntimeError(f"{sequence.request_id} was never added")
+    return sequence.chain
 
 
 def _no_room() -> LoradError:

@@ -53,3 +53,21 @@ class Slab:
         """Zero a page, so that no earlier bytes (another adapter's, or NaN) can be read as KV."""
         start = page * self.page_elements
         self.data[start : start + self.page_elements].zero_()
+
+    def copy_pages(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole pages; no target is also a source."""
+        pages = self.data.view(self.num_pages, self.page_elements)
+        pages[self._index(targets)] = pages[self._index(sources)]
+
+    def move_run(self, source: int, target: int, length: int) -> None:
+        """Move `length` pages down to `target` < `source`; the two may overlap."""
+        distance = source - target
+        for done in range(0, length, distance):
+            count = min(distance, length - done)
+            self._pages(target + done, count).copy_(self._pages(source + done, count))
+
+    def _pages(self, first: int, count: int) -> Tensor:
+        return self.data[first * self.page_elements : (first + count) * self.page_elements]
+
+    def _index(self, pages: list[int]) -> Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self.data.device)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from lorad.engine.messages import AdapterState, EngineStats, StepRecord
+from lorad.engine.messages import AdapterState, EngineStats, MemoryStats, StepRecord
 from lorad.registry.records import Adapter, CanaryMove, Event, Move, Version, Who
 from lorad.server.canary_watch import Counts
 from lorad.server.self_test import SelfTestResult
@@ -17,6 +17,7 @@ from lorad.wire import (
     CountsInfo,
     EngineInfo,
     EventInfo,
+    MemoryInfo,
     MoveResult,
     ResidencyInfo,
     SelfTestInfo,
@@ -169,6 +170,26 @@ def engine_info(stats: EngineStats) -> EngineInfo:
         "adapter_pages": stats.adapter_pages,
         "page_bytes": stats.page_bytes,
         "host_cache_bytes": stats.host_cache_bytes,
+        "cached_pages": stats.cached_pages,
+        "weight_bytes": stats.weight_bytes,
+        "memory": memory_info(stats.memory),
+    }
+
+
+def memory_info(memory: MemoryStats) -> MemoryInfo:
+    return {
+        "lookups": dict(memory.lookups),
+        "loads": {str(reason): count for reason, count in memory.loads.items()},
+        "cancelled_loads": memory.cancelled_loads,
+        "load_seconds": memory.load_seconds.sum,
+        "evictions": {f"{what} for {whom}": n for (what, whom), n in memory.evictions.items()},
+        "host_evictions": memory.host_evictions,
+        "moved_pages": memory.moved_pages,
+        "moved_adapters": memory.moved_adapters,
+        "move_seconds": memory.move_seconds,
+        "prefix_lookup_tokens": memory.prefix_lookup_tokens,
+        "prefix_hit_tokens": memory.prefix_hit_tokens,
+        "preemptions": memory.preemptions,
     }
 
 

@@ -34,6 +34,7 @@ class Job:
     adapter: AdapterRef | None
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: tuple[int, ...]
+    tenant: str | None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def requests(self) -> list[GenerationRequest]:
@@ -47,18 +48,23 @@ class Job:
                     sampling, max_tokens=limit, seed=choice_seed(sampling.seed, choice)
                 ),
                 adapter=self.adapter,
+                # Never from the client: whoever shares a cache can time what is in it.
+                cache_salt=self.tenant or "",
             )
             for place, (prompt, limit) in enumerate(zip(self.prompts, self.max_tokens, strict=True))
             for choice in range(n)
         ]
 
-    def usage(self, completion_tokens: int) -> dict[str, int]:
-        """A prompt counts once, however many answers it has."""
-        prompt_tokens = sum(map(len, self.prompts))
+    def usage(self, completion_tokens: list[int], cached_tokens: list[int]) -> dict[str, Any]:
+        """From the numbers of each answer. A prompt counts once, however many answers it has."""
+        n, prompt_tokens = self.options.n, sum(map(len, self.prompts))
+        # Computed for one of its answers is computed.
+        cached = sum(min(cached_tokens[i : i + n]) for i in range(0, len(cached_tokens), n))
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens": sum(completion_tokens),
+            "total_tokens": prompt_tokens + sum(completion_tokens),
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 
@@ -73,6 +79,7 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     completion_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -80,6 +87,7 @@ class Answer:
         self.text += output.text
         self.logprobs += output.logprobs
         self.completion_tokens = output.completion_tokens
+        self.cached_tokens = output.cached_tokens
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
 
@@ -124,7 +132,7 @@ async def _whole(serving: Serving, job: Job, form: Form) -> dict[str, Any]:
         async for index, output in outputs:
             answers[index].add(output)
     choices = [_choice(i, form.whole(i, answer), answer) for i, answer in enumerate(answers)]
-    usage = job.usage(sum(answer.completion_tokens for answer in answers))
+    usage = job.usage([a.completion_tokens for a in answers], [a.cached_tokens for a in answers])
     return {**_head(job, form.object), "choices": choices, "usage": usage}
 
 
@@ -142,7 +150,7 @@ async def _chunks(serving: Serving, job: Job, form: Form) -> AsyncGenerator[dict
     requests = job.requests()
     head = _head(job, form.chunk_object)
     usage = {"usage": None} if job.options.include_usage else {}
-    counts = [0] * len(requests)
+    counts, cached = [0] * len(requests), [0] * len(requests)
     opened: set[int] = set()
     async with aclosing(generate_all(serving.engine, requests)) as outputs:
         async for index, output in outputs:
@@ -150,9 +158,9 @@ async def _chunks(serving: Serving, job: Job, form: Form) -> AsyncGenerator[dict
                 choice = {"index": index, **opening, "finish_reason": None}
                 yield {**head, "choices": [choice], **usage}
             opened.add(index)
-            counts[index] = output.completion_tokens
+            counts[index], cached[index] = output.completion_tokens, output.cached_tokens
             if output.text or output.logprobs or output.finish_reason:
                 choice = _choice(index, form.chunk(index, output), output)
                 yield {**head, "choices": [choice], **usage}
     if job.options.include_usage:
-        yield {**head, "choices": [], "usage": job.usage(sum(counts))}
+        yield {**head, "choices": [], "usage": job.usage(counts, cached)}

@@ -30,6 +30,7 @@ async def chat_completions(request: Request) -> Response:
         id=new_id("chatcmpl"),
         options=body.options,
         adapter=adapter,
+        tenant=tenant,
         prompts=(prompt,),
         max_tokens=(answer_limit(body.options, len(prompt), serving.limits, chat=True),),
     )

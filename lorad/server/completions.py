@@ -34,6 +34,7 @@ async def completions(request: Request) -> Response:
         id=new_id("cmpl"),
         options=body.options,
         adapter=adapter,
+        tenant=tenant,
         prompts=tuple(prompts),
         max_tokens=tuple(
             answer_limit(body.options, len(ids), serving.limits, chat=False) for ids in prompts
