@@ -63,6 +63,7 @@ _loractl() {
         "plan --sweep") _loractl_words "rank slots context" "$current"; return ;;
         "plan --plot") _loractl_words "term" "$current"; _loractl_paths "$current"; return ;;
         "plan --emit") _loractl_words "lorad vllm sglang k8s" "$current"; return ;;
+        "plan --socket") _loractl_paths "$current"; return ;;
         "inspect --base") _loractl_paths "$current"; return ;;
         "inspect --max-lora-rank") return ;;
         "resize --out"|"resize -o") _loractl_paths "$current"; return ;;
@@ -135,7 +136,7 @@ _loractl() {
     case $command in
         "") _loractl_words "plan inspect resize push promote rollback canary list show history status top doctor load unload pin unpin delete gc drain resume events operation version --install-completion --show-completion --help -h" "$current" ;;
         plan)
-            _loractl_words "--model --rank --adapters --spectrum --targets --dtype --kv-dtype --gpu --vram --slab --host-ram --gpu-memory-utilization --disk-gb-s --context --concurrency --tp --max-num-batched-tokens --fleet --popularity --rate --tokens --trace --miss --max-loras --max-cpu-loras --max-lora-rank --processes --replicas --routing --speculation --compare --explain --sweep --plot --emit --json --help -h" "$current" ;;
+            _loractl_words "--model --rank --adapters --spectrum --targets --dtype --kv-dtype --gpu --vram --slab --host-ram --gpu-memory-utilization --disk-gb-s --context --concurrency --tp --max-num-batched-tokens --fleet --popularity --rate --tokens --trace --miss --max-loras --max-cpu-loras --max-lora-rank --processes --replicas --routing --speculation --compare --explain --sweep --plot --emit --check --socket --json --help -h" "$current" ;;
         inspect)
             if [[ $current == -* ]]; then _loractl_words "--base --strict --max-lora-rank --stats --spectrum --json --help -h" "$current"; else _loractl_paths "$current"; fi ;;
         resize)

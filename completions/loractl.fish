@@ -74,6 +74,8 @@ complete -c loractl -n "__loractl_command_is plan" -l explain -d 'Show each form
 complete -c loractl -n "__loractl_command_is plan" -l sweep -x -a 'rank slots context' -d 'Vary one quantity: rank, slots or context.'
 complete -c loractl -n "__loractl_command_is plan" -l plot -r -F -a 'term' -d 'Draw memory by rank and hits by slots: a .svg, .html or .png file (png needs matplotlib), or term for the terminal.'
 complete -c loractl -n "__loractl_command_is plan" -l emit -x -a 'lorad vllm sglang k8s' -d 'Print settings instead of the plan: lorad (a lorad.toml), vllm or sglang (flags), or k8s (a Deployment, and a Service that hashes on the adapter).'
+complete -c loractl -n "__loractl_command_is plan" -l check -d 'Compare with the running daemon, to the byte, instead of planning; exit 1 if anything differs.'
+complete -c loractl -n "__loractl_command_is plan" -l socket -r -F -d 'Admin socket of the daemon, for --check.'
 complete -c loractl -n "__loractl_command_is plan" -l json -d 'Print one JSON document.'
 complete -c loractl -n "__loractl_command_is plan" -l help -s h -d 'Show the help and exit.'
 complete -c loractl -n "__loractl_command_is inspect" -l base -r -F -d 'Base model to check against: directory, config.json or hub id.'

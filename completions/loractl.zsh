@@ -82,6 +82,8 @@ _loractl() {
                     '(--sweep)--sweep=[Vary one quantity\: rank, slots or context.]:TEXT:(rank slots context)' \
                     '(--plot)--plot=[Draw memory by rank and hits by slots\: a .svg, .html or .png file (png needs matplotlib), or term for the terminal.]:FILE|term: _loractl_word_or_file term' \
                     '(--emit)--emit=[Print settings instead of the plan\: lorad (a lorad.toml), vllm or sglang (flags), or k8s (a Deployment, and a Service that hashes on the adapter).]:TEXT:(lorad vllm sglang k8s)' \
+                    '(--check)--check[Compare with the running daemon, to the byte, instead of planning; exit 1 if anything differs.]' \
+                    '(--socket)--socket=[Admin socket of the daemon, for --check.]:PATH:_files' \
                     '(--json)--json[Print one JSON document.]' \
                     '(--help -h)--help[Show the help and exit.]' \
                     '(--help -h)-h[Show the help and exit.]' ;;

@@ -178,6 +178,9 @@ def _serve(loaded: LoadedConfig) -> None:
     from lorad.log import set_up_logging
 
     set_up_logging(loaded.config.log.level)
+    # OpenMP's threads would spin for milliseconds after each matmul, against the event loop and
+    # whoever else is on the cores; a short spin is as fast when they are idle.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from lorad.daemon import run  # imports torch: a second or more
 
     run(loaded.config, _announce, _layer_progress)

@@ -624,19 +624,19 @@ def test_an_end_token_ends_a_sequence_and_frees_its_pages() -> None:
     assert bench.pool.kv_pages == len(bench.scheduler.running[0].block_table)
 
 
-def test_when_a_step_fails_everything_is_given_back() -> None:
+def test_a_failed_step_ends_what_ran_and_what_waits_goes_on() -> None:
     bench = Bench(max_num_seqs=2)
     bench.resident("a")
     for i in range(4):
         bench.add(str(i), adapter="a" if i % 2 else None)
     bench.step()
     error = LoradError("engine.failed", "broken")
-    bench.enter(bench.scheduler.fail_all(error))
-    assert [bench.end(str(i)) for i in range(4)] == ["engine.failed"] * 4
+    bench.enter(bench.scheduler.fail_running(error))
+    assert [bench.end(str(i)) for i in range(4)] == ["engine.failed"] * 2 + [None] * 2
     bench.check_all_is_free()
-    bench.add("later", adapter="a")
     bench.run()
-    assert bench.end("later") == "length"
+    assert [bench.end(str(i)) for i in (2, 3)] == ["length"] * 2
+    bench.check_all_is_free()
 
 
 # --- any order of events ----------------------------------------------------------------------

@@ -105,10 +105,10 @@ class Engine:
         try:
             sampled = self._runner.run(batch)
         except Exception as error:
-            # The step's requests cannot be trusted any more; those that come later can.
+            # The running requests cannot be trusted any more; those that wait can.
             log.exception("an engine step failed")
             failed = LoradError("engine.failed", f"the engine failed in a step: {error}")
-            self._outputs += self._scheduler.fail_all(failed)
+            self._outputs += self._scheduler.fail_running(failed)
             return True
         outputs = self._scheduler.update(batch, sampled)
         self._outputs += outputs

@@ -102,12 +102,12 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if s.digest != digest)
         return [_failure(sequence, error) for sequence in failed]
 
-    def fail_all(self, error: LoradError) -> list[TokenOutput]:
-        outputs = [_failure(s, error) for s in (*self.running, *self.waiting)]
-        for sequence in list(self.running):
-            self._retire(sequence)
-        self.waiting.clear()
-        return outputs
+    def fail_running(self, error: LoradError) -> list[TokenOutput]:
+        """End what a failed step computed for: its K and V cannot be trusted."""
+        failed = list(self.running)
+        for sequence in failed:
+            self._retire(sequence, poisoned=True)
+        return [_failure(sequence, error) for sequence in failed]
 
     def running_by_adapter(self) -> dict[str, int]:
         return Counter(s.digest for s in self.running if s.digest)
