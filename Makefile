@@ -5,13 +5,15 @@ BIN = $(VENV)/bin
 # Where the demo's daemon keeps its socket, registry and log.
 DEMO ?= .demo
 
-.PHONY: help demo serve stop test lint docs bench train clean
+.PHONY: help demo serve stop test lint docs bench bench-memory bench-kernels soak train clean
 help:
 	@echo "make demo    two fine-tunes of a real model in one batch, promote and rollback under load"
 	@echo "make serve   the same daemon, left running, with the lines to try"
 	@echo "make stop    end the daemon of make serve"
 	@echo "make test    everything CI runs: lint, types, tests"
 	@echo "make bench   tokens a second against PEFT, in one run"
+	@echo "make bench-memory   fragmentation, host cache, registry; make bench-kernels: a decode step"
+	@echo "make soak    longer runs: many adapters, stalls, churn, prefixes, live traffic, kill -9"
 	@echo "make docs    write man pages and completions again from the programs"
 	@echo "make train   train the example adapters again"
 
@@ -37,6 +39,17 @@ docs: $(VENV)/.test
 
 bench: $(VENV)/.demo
 	$(BIN)/python examples/bench.py
+
+bench-memory: $(VENV)/.demo
+	for part in fragmentation host-cache registry; do $(BIN)/python examples/bench_memory.py $$part || exit 1; done
+
+bench-kernels: $(VENV)/.demo
+	$(BIN)/python kernels/bench/bench_cpu.py --model "$$($(BIN)/python examples/demo_model.py)"
+
+soak: $(VENV)/.test
+	for part in many stall soak prefix; do $(BIN)/python examples/bench_adapters.py $$part || exit 1; done
+	$(BIN)/python tests/soak/live_traffic.py --model "$$($(BIN)/python examples/demo_model.py)" examples/adapters/pirate-v1 examples/adapters/json
+	for run in kill_daemon many_adapters attack_socket; do $(BIN)/python tests/soak/$$run.py || exit 1; done
 
 train: $(VENV)/.demo
 	$(BIN)/python examples/train_adapters.py
