@@ -1,7 +1,8 @@
 """The scheduler over a real pool, real adapters and a real host cache; only the model is missing.
 
 `Bench.step` checks every batch against the limits and every page against its owner, so each test
-here is also a test of those.
+here is also a test of those. A request has a salt of its own unless a test gives it another, so
+that it finds nobody's blocks in the prefix cache but, after a preemption, its own.
 """
 
 from __future__ import annotations
@@ -62,31 +63,54 @@ class Bench:
         max_model_len: int = 256,
         sizes: dict[str, int] | None = None,
         max_cpu_loras: int = 64,
+        moved_pages: int = 64,
     ) -> None:
+        """`moved_pages` are moved in a step at most."""
         self.limits = SchedulerLimits(max_num_seqs, budget, max_loras, max_model_len)
         self.sizes = sizes or {}
         self.pool = PagePool(pages)
         data = torch.zeros(pages * PAGE_ELEMENTS)
         slab = Slab(data, pages, PAGE_ELEMENTS, BLOCK)
-        eviction = Eviction(self.pool)
-        kv_cache = KVCache(self.pool, slab, eviction)
-        self.adapters = AdapterPool(self.pool, slab, eviction, kv_cache)
+        clock = itertools.count()
+        self.eviction = Eviction(self.pool, clock=lambda: float(next(clock)))
+        kv_cache = KVCache(self.pool, slab, self.eviction)
+        self.adapters = AdapterPool(
+            self.pool,
+            slab,
+            self.eviction,
+            kv_cache,
+            moved_bytes_per_step=moved_pages * slab.page_bytes,
+        )
         self.loads: list[AdapterRef] = []  # asked for, not answered
-        host = HostCache(max_cpu_loras, 2**30)
-        self.tiers = AdapterTiers(self.adapters, host, self.loads.append, prefetch=0)
+        self.tiers = AdapterTiers(
+            self.adapters,
+            HostCache(max_cpu_loras, 2**30),
+            self.loads.append,
+            self.cancel_load,
+            prefetch=max_loras,  # as build_engine has it
+        )
         self.scheduler = Scheduler(self.limits, kv_cache, self.tiers, frozenset({EOS}))
         self.outputs: dict[str, list[TokenOutput]] = {}
+        self.proven: set[tuple[object, ...]] = set()  # what finite results were computed from
         self.now = 0.0
 
     # --- what a test does ---------------------------------------------------------------------
 
     def add(
-        self, name: str, prompt: int = 3, max_tokens: int = 4, adapter: str | None = None
+        self,
+        name: str,
+        prompt: int = 3,
+        max_tokens: int = 4,
+        adapter: str | None = None,
+        salt: str | None = None,
     ) -> Sequence:
-        sampling = SamplingParams(max_tokens)
         request = GenerationRequest(
-            name, tuple(range(10, 10 + prompt)), sampling, ref(adapter) if adapter else None, name
-        )  # each with a salt of its own: here no page is shared
+            name,
+            tuple(range(10, 10 + prompt)),
+            SamplingParams(max_tokens),
+            ref(adapter) if adapter else None,
+            name if salt is None else salt,
+        )
         sequence = Sequence.from_request(request)
         sequence.arrived_at = self.now
         self.outputs[name] = []
@@ -98,6 +122,13 @@ class Bench:
             assert self.tiers.prepare(ref(name)) == "loading"
             self.finish_load(name)
             assert self.tiers.prepare(ref(name)) == "ready"
+
+    def cancel_load(self, digest: str) -> bool:
+        """As the loader does with what it has not begun to read."""
+        wanted = [each for each in self.loads if each.digest == digest]
+        for each in wanted:
+            self.loads.remove(each)
+        return bool(wanted)
 
     def finish_load(self, name: str) -> None:
         self.loads.remove(ref(name))
@@ -111,9 +142,19 @@ class Bench:
         self.tiers.finish_load(LoadResult(ref(name), 0.1, error=error))
         self.enter(self.scheduler.fail_waiting(ref(name).digest, error))
 
-    def step(self, tokens: dict[str, int | None] | None = None) -> ScheduledBatch:
-        """One step; every sampled token is TOKEN, or what `tokens` says for a request."""
-        expected = {s: s.num_computed for s in self.sequences()}
+    def step(
+        self, tokens: dict[str, int | None] | None = None, command: str | None = None
+    ) -> ScheduledBatch:
+        """One step; every sampled token is TOKEN, or what `tokens` says for a request.
+
+        `command` is the adapter of a load command that is pending, as in Engine.step.
+        """
+        expected = {s: s.num_computed for s in self.scheduler.running}
+        self.tiers.begin_step()
+        commanded = {ref(command).digest} if command else set()
+        self.tiers.keep_only(commanded | self.scheduler.waiting_by_adapter().keys())
+        if command:
+            self.tiers.prepare(ref(command), "command")
         batch = self.scheduler.schedule()
         self.enter(self.scheduler.take_failures())
         self.check(batch, expected)
@@ -121,6 +162,10 @@ class Bench:
             Sampled((tokens or {}).get(item.sequence.request_id, TOKEN)) for item in batch.sampled
         ]
         self.enter(self.scheduler.update(batch, sampled))
+        for item, result in zip(batch.sampled, sampled, strict=True):
+            if result.token_id is not None:
+                blocks = range(BLOCK, item.start + item.count + 1, BLOCK)
+                self.proven |= {self.content(item.sequence, tokens) for tokens in blocks}
         self.check_pages()
         return batch
 
@@ -161,6 +206,11 @@ class Bench:
             assert not answers or answers[-1].finish_reason is None, "an output after the end"
             answers.append(output)
 
+    @staticmethod
+    def content(sequence: Sequence, tokens: int) -> tuple[object, ...]:
+        """What the K and V of a sequence's first tokens depend on."""
+        return sequence.digest, sequence.request.cache_salt, *sequence.tokens[:tokens]
+
     # --- what must hold in every step ---------------------------------------------------------
 
     def check(self, batch: ScheduledBatch, computed: dict[Sequence, int]) -> None:
@@ -174,8 +224,9 @@ class Bench:
             assert sequence in self.scheduler.running
             assert item.count >= 1
             assert item.start == sequence.num_computed
-            # A preempted one goes on behind the full blocks that it left in the prefix cache.
-            assert item.start == computed[sequence] or item.start % BLOCK == 0, "tokens left out"
+            if item.start not in (0, computed.get(sequence)):  # it begins, with cached blocks
+                assert item.start % BLOCK == 0, "tokens left out"
+                assert self.content(sequence, item.start) in self.proven
             assert item.samples == (end == len(sequence.tokens))
             assert len(sequence.block_table) * BLOCK >= end
             assert sequence.digest is None or sequence.digest in self.adapters
@@ -184,18 +235,26 @@ class Bench:
         self.check_pages()
 
     def check_pages(self) -> None:
-        tables = [s.block_table for s in self.scheduler.running]
-        pages = [page for table in tables for page in table]
-        assert len(set(pages)) == len(pages) == self.pool.kv_pages
+        pages = Counter(page for s in self.scheduler.running for page in s.block_table)
+        assert len(pages) == self.pool.kv_pages
+        for page in range(self.pool.num_pages):
+            assert self.pool.references(page) == pages[page]
+        for sequence in self.scheduler.running:
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
         assert not any(s.block_table for s in self.scheduler.waiting)
         users = Counter(s.digest for s in self.scheduler.running if s.digest)
         assert {a.digest: a.users for a in self.adapters.resident() if a.users} == users
         assert self.pool.adapter_pages == sum(a.num_pages for a in self.adapters.resident())
 
     def check_all_is_free(self) -> None:
+        """Or kept only until somebody wants the place: cached blocks and idle adapters."""
         assert not self.sequences()
-        assert self.pool.kv_pages == 0
+        for _ in range(2):  # a window that nobody asks for any more is given up
+            self.tiers.begin_step()
+        assert (self.pool.kv_pages, self.pool.reserved_pages) == (0, 0)
         assert not any(adapter.users for adapter in self.adapters.resident())
+        kept = self.pool.cached_pages + self.pool.adapter_pages
+        assert self.pool.free_pages + kept == self.pool.num_pages
 
 
 @pytest.fixture(autouse=True)
@@ -525,23 +584,47 @@ def test_an_adapter_gets_its_room_even_if_other_requests_never_stop_coming(clock
     assert set(map(bench.end, bench.outputs)) == {"length"}
 
 
-def test_room_for_an_adapter_is_looked_for_once_a_step(monkeypatch) -> None:
-    """However many requests wait for it: a look goes over all pages."""
-    bench = Bench(pages=8, sizes={"a": 5, "b": 5})
-    bench.resident("a")
-    bench.add("running", adapter="a", max_tokens=6)
-    bench.step()
-    for i in range(5):
-        bench.add(str(i), adapter="b")
-    bench.step()
-    bench.finish_load("b")
-    looks: list[AdapterRef] = []
-    prepare = bench.tiers.prepare
-    monkeypatch.setattr(bench.tiers, "prepare", lambda ref: (looks.append(ref), prepare(ref))[1])
-    bench.step()
-    assert looks == [ref("b")]
+def scattered(moved_pages: int) -> Bench:
+    """Three sequences that each need a second page in the next step, between 5 free pages; an
+    adapter of 5 pages has been read."""
+    bench = Bench(pages=8, sizes={"big": 5}, moved_pages=moved_pages)
+    for i in range(3):
+        bench.add(f"short{i}", prompt=1, max_tokens=1)
+        bench.add(f"long{i}", prompt=1, max_tokens=9)
+    bench.tiers.prepare(ref("big"))
+    bench.finish_load("big")
+    for _ in range(4):
+        bench.step()
+    assert (bench.pool.free_pages, bench.pool.longest_run()) == (5, 2)
+    return bench
+
+
+def test_pages_that_are_being_cleared_for_an_adapter_go_to_a_sequence_first() -> None:
+    bench = scattered(moved_pages=1)
+    bench.tiers.begin_step()
+    assert bench.tiers.prepare(ref("big"), "command") == "loading"
+    assert bench.pool.reserved_pages > 0
+    bench.step(command="big")
+    assert bench.pool.reserved_pages == 0
+    assert len(bench.running) == 3
+    assert bench.scheduler.preemptions == 0
     bench.run()
-    assert set(map(bench.end, bench.outputs)) == {"length"}
+    assert [bench.end(f"long{i}") for i in range(3)] == ["length"] * 3
+
+
+def test_pages_that_an_adapter_has_had_are_not_waited_for() -> None:
+    """Moved, filled and pinned in the step in which the sequences need pages: they take turns."""
+    bench = scattered(moved_pages=8)
+    bench.tiers.begin_step()
+    assert bench.tiers.prepare(ref("big"), "command") == "ready"
+    assert bench.adapters.relocator.moved_pages > 0
+    bench.tiers.pin(ref("big").digest, True)
+    assert not bench.tiers.give_up_window(), "there is none, and the scheduler would ask for ever"
+    bench.scheduler.schedule()
+    assert bench.scheduler.preemptions > 0
+    bench.run()
+    assert [bench.end(f"long{i}") for i in range(3)] == ["length"] * 3
+    assert ref("big").digest in bench.adapters
 
 
 # --- ends -------------------------------------------------------------------------------------
@@ -613,6 +696,22 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     bench.check_all_is_free()
 
 
+def test_blocks_of_a_request_that_was_not_finite_serve_nobody() -> None:
+    """Also not those that it had found in the cache: they may be what was broken."""
+    bench = Bench()
+    bench.add("first", prompt=12, max_tokens=1, salt="same")
+    bench.run()
+    bad = bench.add("bad", prompt=20, max_tokens=9, salt="same")
+    bench.step()
+    assert bad.cached_tokens == 12
+    bench.step({"bad": None})
+    assert bench.end("bad") == "engine.nonfinite_logits"
+    assert (bench.pool.kv_pages, bench.pool.cached_pages) == (0, 0)
+    later = bench.add("later", prompt=20, max_tokens=1, salt="same")
+    bench.run()
+    assert later.cached_tokens == 0
+
+
 def test_an_end_token_ends_a_sequence_and_frees_its_pages() -> None:
     bench = Bench()
     bench.add("1", max_tokens=9)
@@ -656,14 +755,18 @@ class Traffic(RuleBasedStateMachine):
         seqs=st.integers(1, 6),
         loras=st.integers(1, 3),
         cached=st.integers(1, 4),
+        moved=st.integers(1, 4),
     )
-    def start(self, pages: int, budget: int, seqs: int, loras: int, cached: int) -> None:
+    def start(
+        self, pages: int, budget: int, seqs: int, loras: int, cached: int, moved: int
+    ) -> None:
         self.bench = Bench(
             pages,
             budget=budget,
             max_num_seqs=seqs,
             max_loras=loras,
             max_cpu_loras=cached,
+            moved_pages=moved,
             sizes={"b": 2, "wide": 5, "huge": 45},
         )
         self.clock = SimpleNamespace(monotonic=lambda: self.bench.now)
@@ -676,15 +779,20 @@ class Traffic(RuleBasedStateMachine):
         prompt=st.integers(1, 30),
         max_tokens=st.integers(1, 12),
         adapter=st.sampled_from(ADAPTERS),
+        salt=st.sampled_from([None, "shared"]),
     )
-    def add(self, prompt: int, max_tokens: int, adapter: str | None) -> None:
-        self.bench.add(str(next(self.names)), prompt, max_tokens, adapter)
+    def add(self, prompt: int, max_tokens: int, adapter: str | None, salt: str | None) -> None:
+        self.bench.add(str(next(self.names)), prompt, max_tokens, adapter, salt)
 
-    @rule(steps=st.integers(1, 4), eos=st.booleans())
-    def step(self, steps: int, eos: bool) -> None:
+    @rule(
+        steps=st.integers(1, 4),
+        eos=st.booleans(),
+        command=st.sampled_from([None, None, "a", "b", "wide"]),
+    )
+    def step(self, steps: int, eos: bool, command: str | None) -> None:
         for _ in range(steps):
             last = self.bench.running[-1:] if eos else []
-            self.bench.step(dict.fromkeys(last, EOS))
+            self.bench.step(dict.fromkeys(last, EOS), command)
 
     @precondition(lambda self: self.bench.loads)
     @rule(data=st.data(), works=st.booleans())
@@ -719,7 +827,8 @@ class Traffic(RuleBasedStateMachine):
         """As the engine does: forget the adapter when nobody uses it, and end the hold."""
         held = self.bench.scheduler.held
         digest = data.draw(st.sampled_from(sorted(held)))
-        if not self.bench.scheduler.unfinished(digest):
+        busy = self.bench.scheduler.unfinished(digest) or self.bench.tiers.is_loading(digest)
+        if not busy:
             self.bench.tiers.drop(digest)
         held.discard(digest)
 
