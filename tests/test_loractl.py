@@ -112,8 +112,8 @@ def test_a_day_with_one_adapter(setup: Setup, adapters: list[Path]) -> None:
     assert "live v2 -> v1 (generation 3)" in rolled
 
     header, row = setup.out("list").splitlines()
-    assert header.split()[:3] == ["NAME", "LIVE", "VERSIONS"]
-    assert row.split()[:4] == ["acme/tinker", "v1", "2", "2"]
+    assert header.split()[:3] == ["NAME", "LIVE", "CANARY"]
+    assert row.split()[:5] == ["acme/tinker", "v1", "-", "2", "2"]
     shown = setup.out("show", "acme/tinker")
     assert "generation  3" in shown
     assert "first" in shown

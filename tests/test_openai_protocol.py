@@ -140,12 +140,12 @@ def test_fields_without_effect_are_listed() -> None:
     )
     options = parse_chat(body, LIMITS).options
     assert options.include_usage
+    assert options.user == "u"  # which a canary looks at
     assert sorted(options.ignored) == [
         "made_up",
         "metadata",
         "service_tier",
         "stream_options.include_obfuscation",
-        "user",
     ]
 
 
