@@ -64,8 +64,9 @@ def make_adapters(model: Path, directory: Path) -> list[Path]:
     return paths
 
 
-def make_prompts(count: int, length: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
+def make_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """Random, so that no two cases share a prefix: a prefix cache would skip the prefill."""
+    generator = torch.Generator().manual_seed(seed)
     return torch.randint(1000, 40000, (count, length), generator=generator).tolist()
 
 
@@ -232,8 +233,10 @@ def _all_cases(
     rows = []
     for case, adapters in CASES.items():
         for concurrency in arguments.concurrency:
-            prompts = make_prompts(concurrency, arguments.prompt_tokens)
-            measure(adapters, prompts, 4)  # warm: adapters resident, kernels chosen
+            length, seed = arguments.prompt_tokens, 100 * adapters + concurrency
+            # Warm with other prompts: adapters resident, kernels chosen, nothing in the cache.
+            measure(adapters, make_prompts(concurrency, length, seed + 10_000), 4)
+            prompts = make_prompts(concurrency, length, seed)
             NOTES.print(f"{system}: {case}, concurrency {concurrency}")
             found = measure(adapters, prompts, arguments.new_tokens)
             rows.append({"system": system, "case": case, "concurrency": concurrency, **found})
