@@ -179,7 +179,9 @@ SETTINGS = {
 
 
 def environment_name(setting: str) -> str:
-    """`server.port` -> `LORAD_SERVER_PORT`."""
+    """`server.port` -> `LORAD_SERVER_PORT`; the socket's is shorter, and loractl reads it too."""
+    if setting == "admin.socket":
+        return "LORAD_SOCKET"
     return "LORAD_" + setting.replace(".", "_").upper()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import typer
 
 from lorad.admin_client import AdminClient
-from lorad.errors import LoradError
+from lorad.errors import ERROR_CODES, LoradError
 from lorad.paths import state_dir
 from lorad.wire import StatusInfo
 
@@ -22,8 +23,8 @@ _POLL = 0.1  # seconds
 def start_detached(arguments: list[str], socket: Path, log_file: Path | None) -> None:
     """Run the same command line without --detach in a session of its own.
 
-    Returns once the daemon has printed its ready line, which is repeated here; raises
-    `daemon.error` with the end of its log if it ends before that.
+    Returns once the daemon has printed its ready line, which is repeated here. Raises the error
+    with which it ended before that, or `daemon.error` with the end of its log.
     """
     file = log_file or state_dir() / "lorad.log"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -38,15 +39,23 @@ def start_detached(arguments: list[str], socket: Path, log_file: Path | None) ->
         )
     while not (ready := _ready_lines(file, begin)):
         if process.poll() is not None:
-            tail = _read_from(file, begin)[-2000:].strip()
-            raise LoradError(
-                "daemon.error",
-                f"the daemon ended with status {process.returncode}:\n{tail}",
-                hint=f"its log is {file}",
-            )
+            raise _why_it_ended(_read_from(file, begin), process.returncode, file)
         time.sleep(_POLL)
     typer.echo("\n".join(ready))
     typer.echo(f"  process {process.pid}, log {file}; `lorad stop --socket {socket}` ends it")
+
+
+def _why_it_ended(log: str, status: int, file: Path) -> LoradError:
+    """The error that the daemon printed last, as it would have been in the foreground."""
+    found = re.findall(r"^error: (.*) \[([a-z_.]+)\]$(?:\nhint:  (.*))?", log, re.MULTILINE)
+    if found and found[-1][1] in ERROR_CODES:
+        message, code, hint = found[-1]
+        return LoradError(code, message, hint=hint or f"its log is {file}")
+    return LoradError(
+        "daemon.error",
+        f"the daemon ended with status {status}:\n{log[-2000:].strip()}",
+        hint=f"its log is {file}",
+    )
 
 
 def _read_from(file: Path, begin: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -255,3 +256,19 @@ def test_state_survives_kill_9_and_sigterm_lets_answers_end(start_daemon, demo_m
     daemon.start()
     assert ask(daemon, "pirate")[1] == "default/pirate@v1"
     assert daemon.stop() == 0
+
+
+def test_small_promises_of_the_commands(daemon, tmp_path):
+    """gc without a policy wants a number; a generation guards a push; --detach keeps the code."""
+    aimless = daemon.loractl("gc", check=False)
+    assert (aimless.returncode, "registry.keep is not set" in aimless.stderr) == (2, True)
+    assert daemon.loractl("gc", "nobody", "--keep", "1", check=False).returncode == 5
+    refused = daemon.loractl(
+        "push", "guarded", str(EXAMPLES / "json"), "--if-generation", "7", check=False
+    )
+    assert (refused.returncode, "[generation.changed]" in refused.stderr) == (7, True)
+    assert "guarded" not in daemon.loractl("list").stdout
+    command = [sys.executable, "-m", "lorad.main", "start", "--model", str(daemon.model)]
+    command += ["--socket", str(daemon.socket), "--detach", "--log-file", str(tmp_path / "log")]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (second.returncode, "[daemon.already_running]" in second.stderr) == (7, True)

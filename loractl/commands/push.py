@@ -66,6 +66,8 @@ def push(
             )
         label = check_version_label(version) if version is not None else None
         client = AdminClient(socket, timeout, detach=detach)
+        if if_generation is not None:
+            _check_generation(client, target, if_generation)
         with (
             adapter_directory(source) as directory,
             _progress(directory, hidden=json) as progress,
@@ -94,6 +96,23 @@ def push(
         note(f"not live: loractl promote {target} {new_label}")
     changed = pushed["changed"] or (moved is not None and moved["changed"])
     end_dry_run(dry_run=dry_run, changed=changed)
+
+
+def _check_generation(client: AdminClient, target: str, expected: int) -> None:
+    """Before anything is uploaded; the promote that follows is checked again by the daemon."""
+    try:
+        generation = client.adapter(target)["generation"]
+    except LoradError as error:
+        if error.code != "adapter.not_found":
+            raise
+        generation = 0
+    if generation != expected:
+        raise LoradError(
+            "generation.changed",
+            f"{target!r} is at generation {generation}, not {expected}",
+            hint="look at it again (`loractl show`), then decide again",
+            details={"generation": generation},
+        )
 
 
 def _print_pushed(pushed: wire.PushResult) -> None:

@@ -41,4 +41,4 @@ def damage(store: Store, version: Version) -> str:
     if found == version.ref.digest:
         return ""
     store.forget(version.ref.name, version.label)
-    return f"their digest is {found}"
+    return f"the digest of its stored files is {found}"

@@ -402,7 +402,7 @@ class Registry:
             self._mark_failed(ref, failure)
             raise LoradError(
                 "store.digest_mismatch",
-                f"the stored files of {ref} are not what was pushed: {failure}",
+                f"{ref} is not what was pushed: {failure}",
                 hint="push the same content again to restore it, or roll back",
                 details={"adapter": str(ref.name), "version": ref.version},
             )

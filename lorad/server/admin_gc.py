@@ -18,6 +18,7 @@ from lorad.server.admin_operations import change
 from lorad.server.admin_request import dry_run, read_fields, who
 
 _MOST_KEPT = 1_000_000
+_NO_POLICY = _MOST_KEPT
 _BUSY = ("drain.timeout", "version.live", "version.canary", "version.pinned", "version.not_found")
 
 
@@ -26,7 +27,13 @@ async def collect(request: Request) -> Response:
     ctx = context(request)
     fields = await read_fields(request)
     named = fields.text("name")
-    keep = int(fields.number("keep", 0, _MOST_KEPT, float(ctx.keep or -1)))
+    keep = int(fields.number("keep", 0, _MOST_KEPT, ctx.keep or _NO_POLICY))
+    if keep == _NO_POLICY:  # deleting is never a default
+        raise LoradError(
+            "request.invalid",
+            "how many versions are to stay? registry.keep is not set on this daemon",
+            hint="loractl gc --keep N",
+        )
     fields.end()
     if named:
         names = [ctx.registry.adapter(AdapterName.parse(named)).name]
