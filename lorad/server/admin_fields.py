@@ -50,6 +50,10 @@ class Fields:
             raise invalid(f"{key!r} must be true or false")
         return value
 
+    def has(self, key: str) -> bool:
+        """Whether the body names the field, and it has not been read yet."""
+        return key in self._left
+
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
         """A number from `low` to `high`; required unless there is a default."""
         value = self._left.pop(key, default)

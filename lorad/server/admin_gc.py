@@ -18,7 +18,6 @@ from lorad.server.admin_operations import change
 from lorad.server.admin_request import dry_run, read_fields, who
 
 _MOST_KEPT = 1_000_000
-_NO_POLICY = _MOST_KEPT
 _BUSY = ("drain.timeout", "version.live", "version.canary", "version.pinned", "version.not_found")
 
 
@@ -27,13 +26,13 @@ async def collect(request: Request) -> Response:
     ctx = context(request)
     fields = await read_fields(request)
     named = fields.text("name")
-    keep = int(fields.number("keep", 0, _MOST_KEPT, ctx.keep or _NO_POLICY))
-    if keep == _NO_POLICY:  # deleting is never a default
+    if not ctx.keep and not fields.has("keep"):  # deleting is never a default
         raise LoradError(
             "request.invalid",
             "how many versions are to stay? registry.keep is not set on this daemon",
             hint="loractl gc --keep N",
         )
+    keep = int(fields.number("keep", 0, _MOST_KEPT, ctx.keep))
     fields.end()
     if named:
         names = [ctx.registry.adapter(AdapterName.parse(named)).name]
