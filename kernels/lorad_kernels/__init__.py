@@ -1,6 +1,6 @@
 """The operations lorad adds to a decoder: LoRA deltas for mixed batches, and paged attention."""
 
-from lorad_kernels.auto import prepare
+from lorad_kernels.auto import forward_pass, prepare
 from lorad_kernels.factors import (
     AdapterFactors,
     FactorTable,
@@ -9,6 +9,7 @@ from lorad_kernels.factors import (
     step_tables,
 )
 from lorad_kernels.linear import BaseLinear, base_linear, tune_linears
+from lorad_kernels.memory import Arena, empty_block
 from lorad_kernels.ops import (
     AttentionBatch,
     add_lora,
@@ -23,6 +24,7 @@ from lorad_kernels.segments import LoraSegments, Segment, group_rows
 
 __all__ = [
     "AdapterFactors",
+    "Arena",
     "AttentionBatch",
     "BaseLinear",
     "FactorTable",
@@ -32,6 +34,8 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "base_linear",
+    "empty_block",
+    "forward_pass",
     "group_rows",
     "pack_adapter",
     "paged_attention",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,6 +80,27 @@ def _for_type(device_type: str) -> Implementation:
     from lorad_kernels import reference
 
     return reference
+
+
+@contextmanager
+def forward_pass(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Inside, operations of this thread may be queued, to run together.
+
+    Gives a function that runs what is queued: to be called before anything but an operation of
+    this package reads or writes their tensors. The end of the block calls it.
+    """
+    if device.type == "cpu":
+        from lorad_kernels.cpu_queue import queued
+        from lorad_kernels.cpu_threads import finish
+
+        with queued():
+            yield finish
+    else:
+        yield _nothing
+
+
+def _nothing() -> None:
+    """A GPU queues by itself."""
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:

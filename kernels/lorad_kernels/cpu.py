@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorad_kernels import cpu_attention, cpu_fused, cpu_linear, cpu_lora, reference, torch_paths
+from lorad_kernels import (
+    cpu_attention,
+    cpu_fused,
+    cpu_linear,
+    cpu_lora,
+    cpu_queue,
+    reference,
+    torch_paths,
+)
+from lorad_kernels.cpu_threads import finish
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
@@ -18,6 +27,7 @@ if TYPE_CHECKING:
 
 def compile_kernels(dtype: torch.dtype) -> None:
     kernels = [
+        cpu_queue.QUEUE,
         *cpu_lora.KERNELS.get(dtype, ()),
         *cpu_fused.KERNELS.get(dtype, ()),
         *(each[dtype] for each in (cpu_attention.KERNELS, cpu_linear.KERNELS) if dtype in each),
@@ -37,7 +47,10 @@ def add_lora(
     in_place = cpu_lora.serves(y, x, slab)
     if in_place:
         cpu_lora.add_chunks(y, x, slab, table, slice_starts, segments)
-    for segment in segments.long if in_place else segments.segments:
+    others = segments.long if in_place else segments.segments
+    if others:
+        finish()
+    for segment in others:
         torch_paths.add_segment(y, x, slab, table[segment.slot], slice_starts, segment)
 
 
@@ -52,6 +65,7 @@ def paged_attention(
     softcap: float | None,
 ) -> Tensor:
     if softcap or not cpu_attention.serves(q, k_cache):
+        finish()
         return reference.paged_attention(
             q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window, softcap=softcap
         )
@@ -61,6 +75,8 @@ def paged_attention(
         cpu_attention.decode(
             q[:decodes], k_cache, v_cache, batch, out, scale=scale, sliding_window=sliding_window
         )
+    if decodes < len(batch.context_lens):
+        finish()
     torch_paths.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
     return out
 
@@ -70,12 +86,14 @@ def add_rms_norm(
 ) -> Tensor:
     if dtype in cpu_fused.DTYPES and (delta is None or delta.dtype is dtype):
         return cpu_fused.add_rms_norm(x, delta, weight, eps, dtype)
+    finish()
     return reference.add_rms_norm(x, delta, weight, eps, dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     if gate_up.dtype in cpu_fused.DTYPES and gate_up.is_contiguous():
         return cpu_fused.silu_mul(gate_up)
+    finish()
     return reference.silu_mul(gate_up)
 
 
@@ -91,10 +109,12 @@ def rotate_and_store(
 ) -> Tensor:
     if cpu_fused.rotates(q, k, v, k_cache, v_cache):
         return cpu_fused.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+    finish()
     return reference.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
 
 
 def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dtype in cpu_fused.DTYPES and x.is_contiguous():
         return cpu_fused.row_max(x)
+    finish()
     return reference.row_max(x)

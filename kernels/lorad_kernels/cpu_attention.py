@@ -18,15 +18,16 @@ from torch import Tensor
 from lorad_kernels.cpu_simd import (
     add_weighted,
     array_at,
+    arrive,
     claim,
-    dot_tile,
+    dot_strip,
     exp_and_sum,
     float_from,
     largest,
     set_scaled,
-    tile_rows,
+    strip_rows,
 )
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel, float_bits
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, float_bits
 
 if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
@@ -51,21 +52,15 @@ def _pages(  # type: ignore[no-untyped-def]
 
 @numba.njit
 def _score(  # type: ignore[no-untyped-def]
-    q, q_first, group, dim, keys, row, token_stride, count, ahead, scores, place, length, sums
+    q, q_first, group, dim, keys, row, token_stride, count, ahead, scores, place, length
 ):
     """scores[place + g * length + j] = q[g] . key j of a page, for a KV head's query heads."""
-    rows = tile_rows(group)
-    columns = 16 // rows
-    for c in range(0, count, columns):
-        for g in range(0, group, rows):
-            dot_tile(
-                rows, q, q_first + g * dim, dim, group - g, keys, row + c * token_stride,
-                token_stride, count - c, ahead if g == 0 else 0, dim, sums,
-            )  # fmt: skip
-            for i in range(min(rows, group - g)):
-                start = place + (g + i) * length + c
-                for j in range(min(columns, count - c)):
-                    scores[start + j] = sums[i * columns + j]
+    rows = strip_rows(group)
+    for g in range(0, group, rows):
+        dot_strip(
+            rows, q, q_first + g * dim, dim, group - g, keys, row, token_stride, count,
+            ahead if g == 0 else 0, dim, scores, place + g * length, length,
+        )  # fmt: skip
 
 
 @numba.njit
@@ -83,7 +78,6 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
     scale = float_from(arguments[FIRST + 14])
     out = carray(array_at(arguments[FIRST + 15], dtype), 1)
     item_heads = arguments[FIRST + 16]
-    sums = np.empty(16, np.float32)
     totals = np.empty(item_heads * group * dim, np.float32)
     while True:
         item = claim(arguments, NEXT)
@@ -102,7 +96,7 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
             for h in range(item_heads):
                 _score(
                     q, q_first + h * group * dim, group, dim, keys, row + h * dim, token_stride,
-                    count, ahead, scores, h * group * length + position - begin, length, sums,
+                    count, ahead, scores, h * group * length + position - begin, length,
                 )  # fmt: skip
         totals[:] = 0.0
         for r in range(item_heads * group):
@@ -123,6 +117,7 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         first = (sequence * kv_heads + head) * group * dim
         set_scaled(out, first, totals, 0, item_heads * group * dim, float32(1.0))
+        arrive(arguments, DONE)
 
 
 def _decode_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -164,10 +159,10 @@ def decode(
     tokens = sum(batch.context_lens[:sequences])
     KERNELS[q.dtype](
         sequences * kv_heads // item_heads, 2 * tokens * kv_heads * dim * q.element_size(),
-        q.data_ptr(), q.stride(0), heads // kv_heads, dim,
-        k_cache.data_ptr(), v_cache.data_ptr(), kv_heads, block,
+        q, q.stride(0), heads // kv_heads, dim,
+        k_cache, v_cache, kv_heads, block,
         k_cache.stride(0), k_cache.stride(1),
-        batch.block_tables.data_ptr(), batch.block_tables.stride(0),
-        batch.context_lens_device.data_ptr(), sliding_window or 0,
-        float_bits(scale), out.data_ptr(), item_heads,
+        batch.block_tables, batch.block_tables.stride(0),
+        batch.context_lens_device, sliding_window or 0,
+        float_bits(scale), out, item_heads,
     )  # fmt: skip

@@ -9,22 +9,22 @@ import math
 from typing import TYPE_CHECKING
 
 import numba
-import numpy as np
 import torch
 from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
 from lorad_kernels.cpu_simd import (
     array_at,
+    arrive,
     claim,
-    dot_tile,
     float_from,
     get,
     largest,
     put,
     silu_times,
+    sum_of_squares,
 )
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel, float_bits
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, float_bits
 
 if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
@@ -40,7 +40,6 @@ def _add_norm(arguments, dtype):  # type: ignore[no-untyped-def]
     weight = carray(array_at(arguments[FIRST + 3], float32), 1)
     eps = float_from(arguments[FIRST + 4])
     out = carray(array_at(arguments[FIRST + 5], dtype), 1)
-    sums = np.empty(16, np.float32)
     while True:
         row = claim(arguments, NEXT)
         if row >= arguments[COUNT]:
@@ -49,10 +48,11 @@ def _add_norm(arguments, dtype):  # type: ignore[no-untyped-def]
         if has_delta:
             for i in range(start, start + width):
                 x[i] += get(delta, i)
-        dot_tile(1, x, start, 0, 1, x, start, 0, 1, 0, width, sums)
-        inverse = float32(1.0 / math.sqrt(float64(sums[0]) / width + eps))
+        mean = float64(sum_of_squares(x, start, width)) / width
+        inverse = float32(1.0 / math.sqrt(mean + eps))
         for i in range(width):
             put(out, start + i, x[start + i] * inverse * weight[i])
+        arrive(arguments, DONE)
 
 
 def _add_norm_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -74,6 +74,7 @@ def _silu_mul(arguments, dtype):  # type: ignore[no-untyped-def]
             return
         start = 2 * row * width
         silu_times(gate_up, start, gate_up, start + width, width, out, row * width)
+        arrive(arguments, DONE)
 
 
 def _silu_mul_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -126,6 +127,7 @@ def _rotate_and_store(arguments, dtype):  # type: ignore[no-untyped-def]
                 put(keys, target + half + i, b * c + a * s)
         for i in range(kv_heads * dim):
             values[place + i] = v[row * v_stride + i]
+        arrive(arguments, DONE)
 
 
 def _rotate_and_store_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -156,6 +158,7 @@ def _row_max(arguments, dtype):  # type: ignore[no-untyped-def]
         while get(x, start + where) != best and best == best:
             where += 1
         values[row], indices[row] = best, where
+        arrive(arguments, DONE)
 
 
 def _row_max_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -187,8 +190,8 @@ def add_rms_norm(
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=dtype)
     _ADD_NORM[dtype](
-        rows, 3 * x.numel() * 4, x.data_ptr(), width, 0 if delta is None else delta.data_ptr(),
-        weight.data_ptr(), float_bits(eps), out.data_ptr(),
+        rows, 3 * x.numel() * 4, x, width, 0 if delta is None else delta,
+        weight, float_bits(eps), out,
     )  # fmt: skip
     return out
 
@@ -197,9 +200,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype)
     # exp makes it dearer than its bytes.
-    _SILU[gate_up.dtype](
-        rows, 4 * out.numel() * out.element_size(), gate_up.data_ptr(), width, out.data_ptr()
-    )
+    _SILU[gate_up.dtype](rows, 4 * out.numel() * out.element_size(), gate_up, width, out)
     return out
 
 
@@ -224,10 +225,10 @@ def rotate_and_store(
     out = torch.empty(rows, heads, dim, dtype=q.dtype)
     _ROTATE[q.dtype](
         rows, 4 * out.numel() * out.element_size(),
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), k.stride(0), v.stride(0),
-        heads, k.shape[1], dim, cos.data_ptr(), sin.data_ptr(),
-        k_cache.data_ptr(), v_cache.data_ptr(), k_cache.stride(0), k_cache.stride(1),
-        batch.kv_pages.data_ptr(), batch.kv_offsets.data_ptr(), out.data_ptr(),
+        q, k, v, q.stride(0), k.stride(0), v.stride(0),
+        heads, k.shape[1], dim, cos, sin,
+        k_cache, v_cache, k_cache.stride(0), k_cache.stride(1),
+        batch.kv_pages, batch.kv_offsets, out,
     )  # fmt: skip
     return out
 
@@ -236,7 +237,7 @@ def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     _ROW_MAX[x.dtype](
-        rows, x.numel() * x.element_size(), x.data_ptr(), width,
-        values.data_ptr(), indices.data_ptr(),
+        rows, x.numel() * x.element_size(), x, width,
+        values, indices,
     )  # fmt: skip
     return values, indices

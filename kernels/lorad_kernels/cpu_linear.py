@@ -1,7 +1,7 @@
 """Base projections of few rows on the CPU: weights streamed once, near the memory's speed.
 
 oneDNN's matmul behind `torch.nn.functional.linear` reorders the weights in every call, which for
-a few rows costs more than the product. Up to a number of rows measured per shape, `dot_tile`
+a few rows costs more than the product. Up to a number of rows measured per shape, `dot_strip`
 reads them in place instead.
 """
 
@@ -17,10 +17,11 @@ from numba import carray, float32, uint16
 from torch import Tensor
 from torch.nn import functional
 
-from lorad_kernels.cpu_simd import array_at, claim, dot_tile, set_scaled, tile_rows
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel
+from lorad_kernels.cpu_simd import array_at, arrive, claim, dot_strip, get, set_scaled, strip_rows
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, finish
 
 _COLUMNS = 64  # rows of the weight in a work item
+_AHEAD = 8  # rows of the weight between what is read and what is fetched
 MEASURED_ROWS = (1, 2, 4, 8, 16)
 
 
@@ -31,24 +32,29 @@ def _linear(arguments, dtype):  # type: ignore[no-untyped-def]
     weight = carray(array_at(arguments[FIRST + 4], dtype), 1)
     features = arguments[FIRST + 5]
     y = carray(array_at(arguments[FIRST + 6], dtype), 1)
-    rows = tile_rows(count)
-    columns = 16 // rows
-    sums = np.empty(16, np.float32)
+    bias = carray(array_at(arguments[FIRST + 7], dtype), 1)
+    has_bias = arguments[FIRST + 7] != 0
+    rows = strip_rows(count)
+    sums = np.empty(4 * _COLUMNS, np.float32)
     one = float32(1.0)
     while True:
         item = claim(arguments, NEXT)
         if item >= arguments[COUNT]:
             return
-        last = min(features, (item + 1) * _COLUMNS)
-        for n in range(item * _COLUMNS, last, columns):
-            for t in range(0, count, rows):
-                dot_tile(
-                    rows, x, t * x_stride, x_stride, count - t,
-                    weight, n * width, width, last - n, columns * width, width, sums,
-                )  # fmt: skip
-                for i in range(min(rows, count - t)):
-                    place = (t + i) * features + n
-                    set_scaled(y, place, sums, i * columns, min(columns, last - n), one)
+        first = item * _COLUMNS
+        columns = min(_COLUMNS, features - first)
+        for t in range(0, count, rows):
+            # Only the first rows fetch the weight; the others find it in the cache.
+            dot_strip(
+                rows, x, t * x_stride, x_stride, count - t, weight, first * width, width,
+                columns, _AHEAD * width if t == 0 else 0, width, sums, 0, _COLUMNS,
+            )  # fmt: skip
+            for i in range(min(rows, count - t)):
+                if has_bias:
+                    for j in range(columns):
+                        sums[i * _COLUMNS + j] += get(bias, first + j)
+                set_scaled(y, (t + i) * features + first, sums, i * _COLUMNS, columns, one)
+        arrive(arguments, DONE)
 
 
 def _linear_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -62,14 +68,16 @@ def _linear_float32(arguments):  # type: ignore[no-untyped-def]
 KERNELS = {torch.bfloat16: Kernel(_linear_bfloat16), torch.float32: Kernel(_linear_float32)}
 
 
-def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x `[T, in]` times weight `[out, in]` transposed: `[T, out]`, every row alike in any batch."""
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x `[T, in]` times weight `[out, in]` transposed, plus bias: `[T, out]`.
+
+    Every row comes out alike in any batch.
+    """
     features, width = weight.shape
     y = torch.empty(x.shape[0], features, dtype=x.dtype)
     KERNELS[x.dtype](
         -(-features // _COLUMNS), weight.numel() * weight.element_size(),
-        x.data_ptr(), x.stride(0), x.shape[0], width,
-        weight.data_ptr(), features, y.data_ptr(),
+        x, x.stride(0), x.shape[0], width, weight, features, y, 0 if bias is None else bias,
     )  # fmt: skip
     return y
 
@@ -83,9 +91,9 @@ class CpuLinear:
         self._few = 0  # up to this many rows go to `few_rows`
 
     def __call__(self, x: Tensor) -> Tensor:
-        if 0 < x.shape[0] <= self._few:
-            y = few_rows(x.contiguous(), self._weight)
-            return y if self._bias is None else y.add_(self._bias)
+        if 0 < x.shape[0] <= self._few and x.stride(1) == 1:
+            return few_rows(x, self._weight, self._bias)
+        finish()
         if self._packed is None:
             return functional.linear(x, self._weight, self._bias)
         return _multiply_packed(x, self._packed, self._bias)

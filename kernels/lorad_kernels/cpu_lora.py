@@ -15,15 +15,17 @@ import torch
 from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
-from lorad_kernels.cpu_simd import add_scaled, array_at, claim, dot_tile, tile_rows
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, NEXT, Kernel, constant
+from lorad_kernels.cpu_simd import add_scaled, array_at, arrive, claim, dot_strip, strip_rows
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, constant
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
     from lorad_kernels.segments import LoraSegments
 
 _RANKS = 16  # rows of A in a work item of shrink
-_COLUMNS = 64  # columns of y in a work item of expand
+_COLUMNS = 128  # columns of y in a work item of expand
+# How far ahead of what is read memory is fetched: rows of A, elements of B.
+_AHEAD, _AHEAD_ELEMENTS = 8, 2048
 
 
 @numba.njit
@@ -38,7 +40,6 @@ def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
     h = carray(array_at(arguments[FIRST + 8], float32), 1)
     max_rank = arguments[FIRST + 9]
     blocks = (max_rank + _RANKS - 1) // _RANKS
-    sums = np.empty(16, np.float32)
     while True:
         item = claim(arguments, NEXT)
         if item >= arguments[COUNT]:
@@ -47,18 +48,16 @@ def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
         start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
         entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
         rank, a_offset = table[entry], table[entry + 1]
-        rows = tile_rows(end - start)
-        columns = 16 // rows
-        for j in range(block * _RANKS, min(rank, (block + 1) * _RANKS), columns):
-            for t in range(start, end, rows):
-                dot_tile(
-                    rows, x, t * x_stride, x_stride, end - t,
-                    slab, a_offset + j * width, width, rank - j, columns * width, width, sums,
-                )  # fmt: skip
-                for i in range(min(rows, end - t)):
-                    place = ((t + i) * slices + s) * max_rank + j
-                    for c in range(min(columns, rank - j)):
-                        h[place + c] = sums[i * columns + c]
+        first = block * _RANKS
+        columns = max(0, min(_RANKS, rank - first))
+        rows = strip_rows(end - start)
+        for t in range(start, end if columns else start, rows):
+            dot_strip(
+                rows, x, t * x_stride, x_stride, end - t, slab, a_offset + first * width, width,
+                columns, _AHEAD * width if t == start else 0, width,
+                h, (t * slices + s) * max_rank + first, slices * max_rank,
+            )  # fmt: skip
+        arrive(arguments, DONE)
 
 
 @numba.njit
@@ -76,33 +75,32 @@ def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
     starts = carray(array_at(arguments[FIRST + 10], int64), 1)
     blocks = (width + _COLUMNS - 1) // _COLUMNS
     h_stride = slices * max_rank
-    sums = np.empty(16, np.float32)
+    sums = np.empty(4 * _COLUMNS, np.float32)
     while True:
         item = claim(arguments, NEXT)
         if item >= arguments[COUNT]:
             return
         chunk, block = item // blocks, item % blocks
         start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
-        rows = tile_rows(end - start)
-        columns = 16 // rows
+        rows = strip_rows(end - start)
         for s in range(slices):
             first = max(block * _COLUMNS, starts[s])
-            last = min((block + 1) * _COLUMNS, starts[s + 1])
+            columns = min((block + 1) * _COLUMNS, starts[s + 1]) - first
             entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
             rank, b_offset = table[entry], table[entry + 2]
-            if rank == 0:
+            if rank == 0 or columns <= 0:
                 continue
             scaling = float32(scalings[entry + 3])
-            for n in range(first, last, columns):
-                b_row = b_offset + (n - starts[s]) * rank
-                for t in range(start, end, rows):
-                    dot_tile(
-                        rows, h, t * h_stride + s * max_rank, h_stride, end - t,
-                        slab, b_row, rank, last - n, 4 * columns * rank, rank, sums,
-                    )  # fmt: skip
-                    for i in range(min(rows, end - t)):
-                        count = min(columns, last - n)
-                        add_scaled(y, (t + i) * y_stride + n, sums, i * columns, count, scaling)
+            for t in range(start, end, rows):
+                dot_strip(
+                    rows, h, t * h_stride + s * max_rank, h_stride, end - t,
+                    slab, b_offset + (first - starts[s]) * rank, rank, columns,
+                    _AHEAD_ELEMENTS if t == start else 0, rank, sums, 0, _COLUMNS,
+                )  # fmt: skip
+                for i in range(min(rows, end - t)):
+                    place = (t + i) * y_stride + first
+                    add_scaled(y, place, sums, i * _COLUMNS, columns, scaling)
+        arrive(arguments, DONE)
 
 
 def _shrink_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -148,15 +146,16 @@ def add_chunks(
         return
     h = torch.empty(x.shape[0], slices, table.max_rank)
     shared = (
-        slab.data_ptr(), table.address, table.packed.shape[1], slices,
-        segments.chunks_address, h.data_ptr(), table.max_rank,
+        slab, table.address, table.packed.shape[1], slices,
+        segments.chunks_address, h, table.max_rank,
     )  # fmt: skip
     work = len(chunks) * table.max_rank * y.element_size()
     shrink(
         len(chunks) * slices * -(-table.max_rank // _RANKS), work * x.shape[1] * slices,
-        x.data_ptr(), x.stride(0), x.shape[1], *shared,
+        x, x.stride(0), x.shape[1], *shared, keep=(table, segments),
     )  # fmt: skip
     expand(
         len(chunks) * -(-y.shape[1] // _COLUMNS), work * y.shape[1],
-        y.data_ptr(), y.stride(0), y.shape[1], *shared, constant(tuple(slice_starts)),
+        y, y.stride(0), y.shape[1], *shared, constant(tuple(slice_starts)),
+        keep=(table, segments),
     )  # fmt: skip

@@ -24,24 +24,32 @@ from numba.extending import intrinsic
 from lorad_kernels import cpu_vectors as v
 from lorad_kernels.cpu_vectors import LANES
 
+# Columns of a strip that are read side by side: more streams than that the hardware does not
+# fetch ahead, and fewer would wait for the multiply-adds.
+_STREAMS = 4
+
 
 def _data(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any:
     return context.make_array(array_type)(context, builder, value).data
 
 
+def _at(builder: Any, data: Any, offset: Any, index: Any) -> Any:
+    return builder.gep(data, [builder.add(offset, index)])
+
+
 def _clamped(builder: Any, offset: Any, index: int, stride: Any, count: Any) -> Any:
-    """offset + min(index, count - 1) * stride: a tile's missing rows repeat the last one."""
+    """offset + min(index, count - 1) * stride: a strip's missing rows repeat the last one."""
     last = builder.sub(count, v.I64(1))
     inside = builder.icmp_signed("<", v.I64(index), count)
     row = builder.select(inside, v.I64(index), last)
     return builder.add(offset, builder.mul(row, stride))
 
 
-def _dot_tile(rows: int) -> Callable[..., None]:
+def _dot_strip(rows: int) -> Callable[..., None]:
     columns = LANES // rows
 
     @intrinsic
-    def tile(  # type: ignore[no-untyped-def]
+    def strip(  # type: ignore[no-untyped-def]
         typingctx,
         x,
         x_offset,
@@ -54,77 +62,139 @@ def _dot_tile(rows: int) -> Callable[..., None]:
         ahead,
         length,
         out,
+        out_offset,
+        out_stride,
     ):
         integer = types.int64
         signature = types.void(
-            x, integer, integer, integer, w, integer, integer, integer, integer, integer, out
+            *(x, integer, integer, integer, w, integer, integer, integer, integer, integer),
+            *(out, integer, integer),
         )
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             x_data = _data(context, builder, sig.args[0], args[0])
             w_data = _data(context, builder, sig.args[4], args[4])
             out_data = _data(context, builder, sig.args[10], args[10])
+            w_stride, w_count = args[6], args[7]
             xs = [_clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
-            ws = [_clamped(builder, args[5], i, args[6], args[7]) for i in range(columns)]
-            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(LANES)]
-            for place in sums:
-                builder.store(ir.Constant(v.VECTOR, None), place)
+            places = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(_STREAMS * rows)]
 
-            def step(k: Any, mask: Any) -> None:
-                def at(data: Any, offset: Any) -> Any:
-                    return builder.gep(data, [builder.add(offset, k)])
+            def dots(ws: list[Any]) -> list[Any]:
+                """Sums over k, by lane, of each x with each of a few columns."""
+                sums = places[: len(ws) * rows]
+                for place in sums:
+                    builder.store(ir.Constant(v.VECTOR, None), place)
 
-                values = [
-                    v.load(builder, at(x_data, offset), sig.args[0].dtype, mask) for offset in xs
+                def step(k: Any, mask: Any) -> None:
+                    values = [
+                        v.load(builder, _at(builder, x_data, offset, k), sig.args[0].dtype, mask)
+                        for offset in xs
+                    ]
+                    for column, offset in enumerate(ws):
+                        pointer = _at(builder, w_data, offset, k)
+                        weight = v.load(builder, pointer, sig.args[4].dtype, mask)
+                        v.prefetch(builder, builder.gep(pointer, [args[8]]))
+                        for row, value in enumerate(values):
+                            place = sums[row * len(ws) + column]
+                            builder.store(v.fma(builder, value, weight, builder.load(place)), place)
+
+                v.for_lanes(builder, args[9], step)
+                return [builder.load(place) for place in sums]
+
+            def tile(n: Any, left: Any) -> None:
+                """`columns` columns from n on; with `left` only so many of them exist."""
+                start = builder.add(args[5], builder.mul(n, w_stride))
+                ws = [
+                    builder.add(start, builder.mul(v.I64(i), w_stride))
+                    if left is None
+                    else _clamped(builder, start, i, w_stride, left)
+                    for i in range(columns)
                 ]
-                for column, offset in enumerate(ws):
-                    pointer = at(w_data, offset)
-                    weight = v.load(builder, pointer, sig.args[4].dtype, mask)
-                    v.prefetch(builder, builder.gep(pointer, [args[8]]))
-                    for row, value in enumerate(values):
-                        place = sums[row * columns + column]
-                        builder.store(v.fma(builder, value, weight, builder.load(place)), place)
+                groups = [dots(ws[i : i + _STREAMS]) for i in range(0, columns, _STREAMS)]
+                width = min(_STREAMS, columns)
+                total = v.sum_each(
+                    builder,
+                    [
+                        g[row * width + i]
+                        for row in range(rows)
+                        for g in groups
+                        for i in range(width)
+                    ],
+                )
+                for row in range(rows):
+                    place = builder.add(args[11], builder.mul(v.I64(row), args[12]))
+                    pointer = _at(builder, out_data, place, n)
+                    with builder.if_then(builder.icmp_signed("<", v.I64(row), args[3])):
+                        v.store_part(builder, total, row * columns, columns, pointer, left)
 
-            v.for_lanes(builder, args[9], step)
-            total = v.sum_each(builder, [builder.load(place) for place in sums])
-            v.store(builder, total, out_data)
+            whole = builder.and_(w_count, v.I64(-columns))
+            with cgutils.for_range_slice(builder, v.I64(0), whole, v.I64(columns)) as (n, _):
+                tile(n, None)
+            left = builder.sub(w_count, whole)
+            with builder.if_then(builder.icmp_signed(">", left, v.I64(0))):
+                tile(whole, left)
             return context.get_dummy_value()
 
         return signature, generate
 
-    return tile  # type: ignore[no-any-return]
+    return strip  # type: ignore[no-any-return]
 
 
-_dot_1x16 = _dot_tile(1)
-_dot_2x8 = _dot_tile(2)
-_dot_4x4 = _dot_tile(4)
+_dot_strip_1, _dot_strip_2, _dot_strip_4 = (_dot_strip(rows) for rows in (1, 2, 4))
 
 
 @numba.njit
-def tile_rows(count):  # type: ignore[no-untyped-def]
-    """How many rows of x go into one tile when `count` are left; a tile has 16 / rows columns."""
+def strip_rows(count):  # type: ignore[no-untyped-def]
+    """How many rows of x a strip takes when `count` are left."""
     return 4 if count > 2 else count
 
 
 @numba.njit
-def dot_tile(  # type: ignore[no-untyped-def]
-    rows, x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out
-):
-    """out[i, j] = sum over k < length of x[i, k] * w[j, k], for 16 pairs (i, j).
+def dot_strip(  # type: ignore[no-untyped-def]
+    rows, x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
+    out, out_offset, out_stride,
+):  # fmt: skip
+    """out[i, j] = sum over k < length of x[i, k] * w[j, k], for i < rows, j < w_count.
 
-    `rows` is 1, 2 or 4; i < rows and j < 16 / rows; out is float32, row-major, 16 elements.
-    Row i of x starts at `x_offset + i * x_stride`, elements; from `x_count` on rows repeat the
-    last one, and so do w's columns. What lies `ahead` elements behind each piece of w is fetched
-    into the cache: a tile's rows are too many streams for the hardware to foresee.
+    `rows` is 1, 2 or 4; of them only the first `x_count` exist. Row i of x starts at
+    `x_offset + i * x_stride`, elements; row j of w and row i of out (float32) likewise. What
+    lies `ahead` elements behind each piece of w is fetched into the cache: rows of w are more
+    streams than the hardware foresees.
     """
     if rows == 1:
-        _dot_1x16(
-            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out
-        )
+        _dot_strip_1(
+            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
+            out, out_offset, out_stride,
+        )  # fmt: skip
     elif rows == 2:
-        _dot_2x8(x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out)
+        _dot_strip_2(
+            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
+            out, out_offset, out_stride,
+        )  # fmt: skip
     else:
-        _dot_4x4(x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length, out)
+        _dot_strip_4(
+            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
+            out, out_offset, out_stride,
+        )  # fmt: skip
+
+
+@intrinsic
+def sum_of_squares(typingctx, x, offset, length):  # type: ignore[no-untyped-def]
+    """The sum of x[i]^2 for i < length."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = _data(context, builder, sig.args[0], args[0])
+        place = cgutils.alloca_once(builder, v.VECTOR)
+        builder.store(ir.Constant(v.VECTOR, None), place)
+
+        def step(k: Any, mask: Any) -> None:
+            value = v.load(builder, _at(builder, data, args[1], k), sig.args[0].dtype, mask)
+            builder.store(v.fma(builder, value, value, builder.load(place)), place)
+
+        v.for_lanes(builder, args[2], step)
+        return v.sum_lanes(builder, builder.load(place))
+
+    return types.float32(x, types.int64, types.int64), generate
 
 
 def _add_weighted(vectors: int) -> Callable[..., None]:
@@ -341,6 +411,42 @@ def claim(typingctx, counters, index):  # type: ignore[no-untyped-def]
         return builder.atomic_rmw("add", pointer, v.I64(1), "monotonic")
 
     return types.int64(counters, types.int64), generate
+
+
+@intrinsic
+def arrive(typingctx, counters, index):  # type: ignore[no-untyped-def]
+    """counters[index] += 1; what this thread has written is seen by whoever sees that."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
+        builder.atomic_rmw("add", pointer, v.I64(1), "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(counters, types.int64), generate
+
+
+@intrinsic
+def arrived(typingctx, counters, index):  # type: ignore[no-untyped-def]
+    """counters[index] as other threads have left it."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(counters, types.int64), generate
+
+
+@intrinsic
+def call_with(typingctx, function, argument):  # type: ignore[no-untyped-def]
+    """Call the C function of one integer or pointer at an address; what it returns is dropped."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        block = v.I64.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [block]).as_pointer()
+        builder.call(builder.inttoptr(args[0], kind), [builder.inttoptr(args[1], block)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numba
 import torch
 from numba import types
+from torch import Tensor
 
-# Slots 0 and 1 of a kernel's arguments are its counters: work items claimed, work items in all.
-NEXT, COUNT, FIRST = 0, 1, 2
+# The first slots of a kernel's arguments: work items claimed, in all, and done.
+NEXT, COUNT, DONE, FIRST = 0, 1, 2, 3
 ARGUMENTS = 24
 _KERNEL = types.void(types.CPointer(types.int64))
 # Below this many bytes read, waking the other threads costs more than they save.
@@ -30,16 +32,50 @@ _SERIAL_BYTES = 64 * 1024
 _CONSTANTS: list[array[int]] = []
 
 
+class Queue(Protocol):
+    """Takes kernels to run them later, in the order they came in; see `cpu_queue`."""
+
+    def add(self, address: int, block: array[int], keep: object) -> None: ...
+
+    def run(self) -> None: ...
+
+
+class _Queues(threading.local):
+    """The queue that is open on this thread."""
+
+    current: Queue | None = None
+
+
+_queues = _Queues()
+
+
+def open_queue(queue: Queue | None) -> None:
+    _queues.current = queue
+
+
+def finish() -> None:
+    """Run what this thread has queued: to be called before anything else than a kernel reads
+    or writes a kernel's tensors."""
+    if _queues.current is not None:
+        _queues.current.run()
+
+
 class Kernel:
     """A function over its arguments `int64[n]`, compiled when first used and kept on disk.
 
-    It claims work items from `arguments[NEXT]` until `arguments[COUNT]` are taken, so several
-    threads may run it at once over the same arguments.
+    It claims work items from `arguments[NEXT]` until `arguments[COUNT]` are taken, and counts
+    those done in `arguments[DONE]`, so several threads may run it at once over the same arguments.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._address = 0
+
+    @property
+    def address(self) -> int:
+        if not self._address:
+            self.compile()
+        return self._address
 
     def compile(self) -> None:
         """About a second the first time on a machine, then read from the disk."""
@@ -50,18 +86,29 @@ class Kernel:
             self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
             self._address = self._compiled.address
 
-    def __call__(self, items: int, work_bytes: int, *arguments: int) -> None:
-        """Run over `items` work items that read about `work_bytes` together."""
-        if not self._address:
-            self.compile()
-        block = array("q", (0, items, *arguments))
-        pointer = block.buffer_info()[0]
-        threads = min(items, torch.get_num_threads())
-        team = _gomp_parallel()
-        if threads < 2 or work_bytes < _SERIAL_BYTES or team is None:
+    def __call__(
+        self, items: int, work_bytes: int, *arguments: int | Tensor, keep: object = None
+    ) -> None:
+        """Run over `items` work items that read about `work_bytes` together.
+
+        A tensor stands for the address of its first element. Where a queue is open on this
+        thread the kernel runs later; its tensors, and what `keep` holds, live until then.
+        """
+        address = self.address
+        numbers = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        block = array("q", (0, items, 0, *numbers))
+        queue = _queues.current
+        if queue is not None:
+            queue.add(address, block, (arguments, keep))
+            return
+        self.run(1 if work_bytes < _SERIAL_BYTES else min(items, torch.get_num_threads()), block)
+
+    def run(self, threads: int, block: array[int]) -> None:
+        pointer, team = block.buffer_info()[0], _gomp_parallel()
+        if threads < 2 or team is None:
             self._alone(pointer)
         else:
-            team(self._address, pointer, threads, 0)
+            team(self.address, pointer, threads, 0)
 
 
 def _drop_stale(name: str) -> None:

@@ -26,9 +26,13 @@ def constant(element: ir.Type, values: list[int]) -> ir.Constant:
 
 def splat(builder: Any, value: Any) -> Any:
     """A scalar in all lanes."""
-    kind = ir.VectorType(value.type, LANES)
+    return _splat(builder, value, LANES)
+
+
+def _splat(builder: Any, value: Any, lanes: int) -> Any:
+    kind = ir.VectorType(value.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-    return builder.shuffle_vector(one, one, constant(I32, [0] * LANES))
+    return builder.shuffle_vector(one, one, constant(I32, [0] * lanes))
 
 
 def splat_f32(value: float) -> ir.Constant:
@@ -85,6 +89,29 @@ def prefetch(builder: Any, pointer: Any) -> None:
 
 def store(builder: Any, value: Any, pointer: Any) -> None:
     builder.store(value, builder.bitcast(pointer, VECTOR.as_pointer()), align=4)
+
+
+def store_part(
+    builder: Any, value: Any, first: int, lanes: int, pointer: Any, count: Any = None
+) -> None:
+    """Store `lanes` float32 lanes of a vector from `first` on; with `count` only so many."""
+    if lanes < LANES:
+        picked = constant(I32, list(range(first, first + lanes)))
+        value = builder.shuffle_vector(value, value, picked)
+    target = builder.bitcast(pointer, value.type.as_pointer())
+    if count is None:
+        builder.store(value, target, align=4)
+        return
+    mask_type = ir.VectorType(I1, lanes)
+    mask = builder.icmp_signed(
+        "<", constant(I64, list(range(lanes))), _splat(builder, count, lanes)
+    )
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [value.type, target.type, I32, mask_type]),
+        f"llvm.masked.store.v{lanes}f32.p0",
+    )
+    builder.call(function, [value, target, I32(4), mask])
 
 
 def put(builder: Any, value: Any, pointer: Any, dtype: types.Type, mask: Any) -> None:

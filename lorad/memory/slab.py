@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from lorad_kernels import empty_block
 from torch import Tensor
 
 from lorad.sizing.model_shape import ModelShape
@@ -33,7 +34,7 @@ class Slab:
         device: torch.device,
     ) -> Slab:
         page_elements = block_size * shape.kv_elements_per_token
-        data = torch.empty(num_pages * page_elements, dtype=dtype, device=device)
+        data = empty_block(num_pages * page_elements, dtype, device)
         return cls(data, num_pages, page_elements, block_size)
 
     def kv_views(self, shape: ModelShape) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

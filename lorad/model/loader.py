@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lorad_kernels import base_linear, prepare
+from lorad_kernels import Arena, base_linear, prepare
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from lorad.errors import LoradError
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder, DecoderLayer
 from lorad.model.layers import FusedLinear, RotaryEmbedding, slice_starts
-from lorad.sizing.model_shape import Projection
+from lorad.sizing.model_shape import ModelShape, Projection
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -105,12 +105,12 @@ def load_decoder(
     reader = _LayerReader(checkpoint, config, dtype, device)
     shape = config.shape
     vocab = (shape.vocab_size, shape.hidden_size)
-    embed = reader.tensor("model.embed_tokens.weight", vocab)
+    embed = reader.matrix(["model.embed_tokens.weight"], [vocab])
     lm_head = embed
     if shape.tie_word_embeddings:
         checkpoint.skip("lm_head.weight")
     else:
-        lm_head = reader.tensor("lm_head.weight", vocab)
+        lm_head = reader.matrix(["lm_head.weight"], [vocab])
     layers = []
     for index in range(shape.num_layers):
         layers.append(reader.layer(index))
@@ -138,6 +138,16 @@ class _LayerReader:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self._arena = Arena(_matrices(config.shape), dtype, device)
+
+    def matrix(self, names: list[str], shapes: list[tuple[int, int]]) -> Tensor:
+        """One or several matrices of the same width, one below the other."""
+        whole = self._arena.take((sum(shape[0] for shape in shapes), shapes[0][1]))
+        row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            whole[row : row + shape[0]].copy_(self.checkpoint.take(name, shape))
+            row += shape[0]
+        return whole
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.checkpoint.take(name, shape).to(self.device, self.dtype)
@@ -181,17 +191,21 @@ class _LayerReader:
             f"model.layers.{layer}.{projection.parent}.{part.leaf}" for part in projection.slices
         ]
         sizes = [part.out_features for part in projection.slices]
-        weight = self._fused(
+        weight = self.matrix(
             [f"{path}.weight" for path in paths],
             [(size, projection.in_features) for size in sizes],
         )
         bias = None
         if has_bias:
-            bias = self._fused([f"{path}.bias" for path in paths], [(size,) for size in sizes])
+            parts = zip(paths, sizes, strict=True)
+            bias = torch.cat([self.tensor(f"{path}.bias", (size,)) for path, size in parts])
         return FusedLinear(
             weight, bias, base_linear(weight, bias), layer, position, slice_starts(projection)
         )
 
-    def _fused(self, names: list[str], shapes: list[tuple[int, ...]]) -> Tensor:
-        parts = [self.tensor(name, shape) for name, shape in zip(names, shapes, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+def _matrices(shape: ModelShape) -> list[tuple[int, int]]:
+    """The shapes of all matrices of a model, as they are kept."""
+    layer = [(p.out_features, p.in_features) for p in shape.projections]
+    vocab = (shape.vocab_size, shape.hidden_size)
+    return [vocab] * (1 if shape.tie_word_embeddings else 2) + layer * shape.num_layers

@@ -1,0 +1,93 @@
+"""Kernels of a forward pass queued up, and run by one call.
+
+Between two kernels of a small model Python costs more than they do: every kernel streams weights
+through the caches, so the interpreter finds nothing of its own there, and each call gives up the
+GIL and must win it back from the threads that serve. So a forward pass only writes down what is
+to run, as on a CUDA stream, and then all of it runs on one team of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from numba import carray, int64
+
+from lorad_kernels.cpu_simd import array_at, arrived, call_with
+from lorad_kernels.cpu_threads import (
+    ARGUMENTS,
+    COUNT,
+    DONE,
+    FIRST,
+    Kernel,
+    open_queue,
+)
+
+# A thread that waits looks at the counter for some 50 microseconds, then sleeps between looks: a
+# work item takes longer than that only if the system has put its thread aside, and needs the core.
+_LOOKS = 50_000
+_SLEEP_MICROSECONDS = 50
+
+
+def _run_queue(arguments):  # type: ignore[no-untyped-def]
+    """Each thread of a team goes through all kernels, which hand out their work items among them.
+
+    A thread waits only for work items that others have begun: one that the system has put aside
+    holds nobody up, and catches up later.
+    """
+    block = carray(arguments, ARGUMENTS)
+    kernels = carray(array_at(block[FIRST], int64), 1)
+    for i in range(block[COUNT]):
+        call_with(kernels[2 * i], kernels[2 * i + 1])
+        counters = carray(array_at(kernels[2 * i + 1], int64), 1)
+        looks = 0
+        while arrived(counters, DONE) < counters[COUNT]:
+            looks += 1
+            if looks > _LOOKS:
+                call_with(block[FIRST + 1], _SLEEP_MICROSECONDS)
+
+
+QUEUE = Kernel(_run_queue)
+
+
+class KernelQueue:
+    """What is queued on one thread: run by `run`, and by the end of `queued`."""
+
+    def __init__(self) -> None:
+        self._calls: list[int] = []
+        self._keep: list[object] = []
+
+    def add(self, address: int, block: array[int], keep: object) -> None:
+        """What `keep` holds lives until the kernel has run: nobody else gets its memory."""
+        self._calls += (address, block.buffer_info()[0])
+        self._keep += (block, keep)
+
+    def run(self) -> None:
+        if not self._calls:
+            return
+        calls, self._calls = array("q", self._calls), []
+        block = array("q", (0, len(calls) // 2, 0, calls.buffer_info()[0], _usleep()))
+        QUEUE.run(torch.get_num_threads(), block)
+        self._keep.clear()
+
+
+@contextmanager
+def queued() -> Iterator[None]:
+    """Inside, kernels of this thread are queued, until `cpu_threads.finish` or the end."""
+    queue = KernelQueue()
+    open_queue(queue)
+    try:
+        yield
+        queue.run()
+    finally:
+        open_queue(None)
+
+
+@cache
+def _usleep() -> int:
+    """The address of the C library's function."""
+    return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
