@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lorad_kernels import (
+    cpu_amx,
     cpu_attention,
     cpu_fused,
     cpu_linear,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 def compile_kernels(dtype: torch.dtype) -> None:
     kernels = [
         cpu_queue.QUEUE,
+        *cpu_amx.kernels(dtype),
         *cpu_lora.KERNELS.get(dtype, ()),
         *cpu_fused.KERNELS.get(dtype, ()),
         *(each[dtype] for each in (cpu_attention.KERNELS, cpu_linear.KERNELS) if dtype in each),

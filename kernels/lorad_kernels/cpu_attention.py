@@ -108,12 +108,11 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
         for position, count, row, ahead in _pages(
             begin, context, block, tables, table, page_stride, token_stride, head * dim
         ):
-            for r in range(item_heads * group):
-                # The group's other heads read the same values: fetch them once.
-                fetch = ahead if r % group == 0 else 0
+            for h in range(item_heads):
+                r = h * group
                 add_weighted(
-                    scores, r * length + position - begin, count, values,
-                    row + r // group * dim, token_stride, fetch, dim, totals, r * dim,
+                    group, scores, r * length + position - begin, length, count, values,
+                    row + h * dim, token_stride, ahead, dim, totals, r * dim, dim,
                 )  # fmt: skip
         first = (sequence * kv_heads + head) * group * dim
         set_scaled(out, first, totals, 0, item_heads * group * dim, float32(1.0))

@@ -8,7 +8,8 @@ reads them in place instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import numba
 import numpy as np
@@ -17,12 +18,17 @@ from numba import carray, float32, uint16
 from torch import Tensor
 from torch.nn import functional
 
+from lorad_kernels import cpu_amx
+from lorad_kernels.cpu_queue import queued
 from lorad_kernels.cpu_simd import array_at, arrive, claim, dot_strip, get, set_scaled, strip_rows
 from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, finish
 
 _COLUMNS = 64  # rows of the weight in a work item
 _AHEAD = 8  # rows of the weight between what is read and what is fetched
-MEASURED_ROWS = (1, 2, 4, 8, 16)
+# Which kernel serves how many rows is measured at these; more rows are left to oneDNN.
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_MOST_FOR_DOTS = 16  # a dot product per element loses against any matmul above that
+_MEASURED_BYTES = 32 * 2**20  # of weights of one shape: more than the caches hold
 
 
 @numba.njit
@@ -82,17 +88,29 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias -> y
+
+
 class CpuLinear:
-    """A base projection with what makes it fast for few rows: a packed copy, or `few_rows`."""
+    """A base projection, by the fastest kernel for each number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
         self._packed: Tensor | None = None
-        self._few = 0  # up to this many rows go to `few_rows`
+        self._kernels: tuple[Product | None, ...] = ()  # by index in MEASURED_ROWS
+
+    @property
+    def weight(self) -> Tensor:
+        return self._weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if 0 < x.shape[0] <= self._few and x.stride(1) == 1:
-            return few_rows(x, self._weight, self._bias)
+        index = bisect_left(MEASURED_ROWS, x.shape[0])
+        kernel = self._kernels[index] if index < len(self._kernels) else None
+        if kernel is not None and x.shape[0] and x.stride(1) == 1:
+            return kernel(x, self._weight, self._bias)
+        return self._by_onednn(x)
+
+    def _by_onednn(self, x: Tensor) -> Tensor:
         finish()
         if self._packed is None:
             return functional.linear(x, self._weight, self._bias)
@@ -104,8 +122,9 @@ class CpuLinear:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self._packed = reorder(self._weight, MEASURED_ROWS[-1])
 
-    def limit_few(self, rows: int) -> None:
-        self._few = rows
+    def choose(self, kernels: Sequence[Product | None]) -> None:
+        """What serves up to each of MEASURED_ROWS; None is oneDNN."""
+        self._kernels = tuple(kernels)
 
 
 def _multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,47 +132,53 @@ def _multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 2.0) -> None:
-    """Pack the weights if the copies fit in `spare_bytes`, and find where `few_rows` wins.
+def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 3.0) -> None:
+    """Pack the weights if the copies fit in `spare_bytes`, and choose the kernels.
 
-    Measured per weight shape over all its layers, so that weights come from memory as they do
+    Measured per weight shape over several layers, so that weights come from memory as they do
     when a model runs. Stops measuring when `seconds` are over; what is not measured stays with
     oneDNN. Only bfloat16 is tuned: float32 has nothing to reorder.
     """
-    served = [linear for linear in linears if linear._weight.dtype is torch.bfloat16]
+    served = [linear for linear in linears if linear.weight.dtype is torch.bfloat16]
     end = time.perf_counter() + seconds
-    total = sum(linear._weight.nbytes for linear in served)
+    total = sum(linear.weight.nbytes for linear in served)
     if total <= spare_bytes and torch.backends.mkldnn.is_available():
         for linear in served:
             linear.pack()
     for group in _by_shape(served).values():
-        best = 0
-        for rows in MEASURED_ROWS:
-            if time.perf_counter() > end or not _few_rows_win(group, rows):
-                break
-            best = rows
+        some = group[: 1 + _MEASURED_BYTES // group[0].weight.nbytes]
+        chosen: list[Product | None] = []
+        while len(chosen) < len(MEASURED_ROWS) and time.perf_counter() < end:
+            chosen.append(_fastest(some, MEASURED_ROWS[len(chosen)]))
         for linear in group:
-            linear.limit_few(best)
+            linear.choose(chosen)
 
 
 def _by_shape(linears: Sequence[CpuLinear]) -> dict[torch.Size, list[CpuLinear]]:
     groups: dict[torch.Size, list[CpuLinear]] = {}
     for linear in linears:
-        groups.setdefault(linear._weight.shape, []).append(linear)
+        groups.setdefault(linear.weight.shape, []).append(linear)
     return groups
 
 
-def _few_rows_win(group: Sequence[CpuLinear], rows: int) -> bool:
-    x = torch.zeros(rows, group[0]._weight.shape[1], dtype=torch.bfloat16)
-    few = min(_seconds(linear, x, rows) for linear in [group] for _ in range(3))
-    other = min(_seconds(linear, x, 0) for linear in [group] for _ in range(3))
-    return few < other
+def _fastest(group: Sequence[CpuLinear], rows: int) -> Product | None:
+    candidates: list[Product | None] = [None]
+    if rows <= _MOST_FOR_DOTS:
+        candidates.append(few_rows)
+    if cpu_amx.serves(group[0].weight):
+        candidates.append(cpu_amx.multiply)
+    x = torch.zeros(rows, group[0].weight.shape[1], dtype=torch.bfloat16)
+    # In turns, so that a slow spell of the machine meets all of them.
+    turns = [[_seconds(group, x, kernel) for kernel in candidates] for _ in range(4)]
+    least = [min(times) for times in zip(*turns, strict=True)]
+    return candidates[least.index(min(least))]
 
 
-def _seconds(group: Sequence[CpuLinear], x: Tensor, few: int) -> float:
+def _seconds(group: Sequence[CpuLinear], x: Tensor, kernel: Product | None) -> float:
     for linear in group:
-        linear.limit_few(few)
+        linear.choose([kernel] * len(MEASURED_ROWS))
     start = time.perf_counter()
-    for linear in group:
-        linear(x)
+    with queued():
+        for linear in group:
+            linear(x)
     return time.perf_counter() - start

@@ -29,7 +29,8 @@ from lorad_kernels.cpu_vectors import LANES
 _STREAMS = 4
 
 
-def _data(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any:
+def data_of(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any:
+    """The pointer to an array's first element."""
     return context.make_array(array_type)(context, builder, value).data
 
 
@@ -72,9 +73,9 @@ def _dot_strip(rows: int) -> Callable[..., None]:
         )
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            x_data = _data(context, builder, sig.args[0], args[0])
-            w_data = _data(context, builder, sig.args[4], args[4])
-            out_data = _data(context, builder, sig.args[10], args[10])
+            x_data = data_of(context, builder, sig.args[0], args[0])
+            w_data = data_of(context, builder, sig.args[4], args[4])
+            out_data = data_of(context, builder, sig.args[10], args[10])
             w_stride, w_count = args[6], args[7]
             xs = [_clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
             places = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(_STREAMS * rows)]
@@ -183,7 +184,7 @@ def sum_of_squares(typingctx, x, offset, length):  # type: ignore[no-untyped-def
     """The sum of x[i]^2 for i < length."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data = _data(context, builder, sig.args[0], args[0])
+        data = data_of(context, builder, sig.args[0], args[0])
         place = cgutils.alloca_once(builder, v.VECTOR)
         builder.store(ir.Constant(v.VECTOR, None), place)
 
@@ -197,34 +198,57 @@ def sum_of_squares(typingctx, x, offset, length):  # type: ignore[no-untyped-def
     return types.float32(x, types.int64, types.int64), generate
 
 
-def _add_weighted(vectors: int) -> Callable[..., None]:
+def _add_weighted(rows: int, vectors: int) -> Callable[..., None]:
     @intrinsic
     def add(  # type: ignore[no-untyped-def]
-        typingctx, weights, w_offset, count, x, x_offset, x_stride, ahead, out, out_offset
+        typingctx,
+        weights,
+        w_offset,
+        w_stride,
+        count,
+        x,
+        x_offset,
+        x_stride,
+        ahead,
+        out,
+        out_offset,
+        out_stride,
     ):
         integer = types.int64
         signature = types.void(
-            weights, integer, integer, x, integer, integer, integer, out, integer
+            *(weights, integer, integer, integer, x, integer, integer, integer),
+            *(out, integer, integer),
         )
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            weights_data = _data(context, builder, sig.args[0], args[0])
-            x_data = _data(context, builder, sig.args[3], args[3])
-            out_data = _data(context, builder, sig.args[7], args[7])
+            weights_data = data_of(context, builder, sig.args[0], args[0])
+            x_data = data_of(context, builder, sig.args[4], args[4])
+            out_data = data_of(context, builder, sig.args[8], args[8])
+
+            def row_of(offset: Any, row: int, stride: Any) -> Any:
+                return builder.add(offset, builder.mul(v.I64(row), stride))
+
             steps = [v.I64(LANES * i) for i in range(vectors)]
-            targets = [builder.gep(out_data, [builder.add(args[8], step)]) for step in steps]
-            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in steps]
+            targets = [
+                _at(builder, out_data, row_of(args[9], row, args[10]), step)
+                for row in range(rows)
+                for step in steps
+            ]
+            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in targets]
             for place, target in zip(sums, targets, strict=True):
                 builder.store(v.load(builder, target, types.float32), place)
-            with cgutils.for_range(builder, args[2]) as loop:
-                at = builder.gep(weights_data, [builder.add(args[1], loop.index)])
-                weight = v.splat(builder, builder.load(at))
-                row = builder.add(args[4], builder.mul(loop.index, args[5]))
-                for place, step in zip(sums, steps, strict=True):
-                    pointer = builder.gep(x_data, [builder.add(row, step)])
-                    value = v.load(builder, pointer, sig.args[3].dtype)
-                    v.prefetch(builder, builder.gep(pointer, [args[6]]))
-                    builder.store(v.fma(builder, weight, value, builder.load(place)), place)
+            with cgutils.for_range(builder, args[3]) as loop:
+                first = builder.add(args[5], builder.mul(loop.index, args[6]))
+                pointers = [_at(builder, x_data, first, step) for step in steps]
+                values = [v.load(builder, pointer, sig.args[4].dtype) for pointer in pointers]
+                for pointer in pointers:
+                    v.prefetch(builder, builder.gep(pointer, [args[7]]))
+                for row in range(rows):
+                    at = _at(builder, weights_data, row_of(args[1], row, args[2]), loop.index)
+                    weight = v.splat(builder, builder.load(at))
+                    for i, value in enumerate(values):
+                        place = sums[row * vectors + i]
+                        builder.store(v.fma(builder, weight, value, builder.load(place)), place)
             for place, target in zip(sums, targets, strict=True):
                 v.store(builder, builder.load(place), target)
             return context.get_dummy_value()
@@ -234,30 +258,42 @@ def _add_weighted(vectors: int) -> Callable[..., None]:
     return add  # type: ignore[no-any-return]
 
 
-_add_weighted_16 = _add_weighted(1)
-_add_weighted_64 = _add_weighted(4)
+_add_1x64, _add_2x64, _add_3x64, _add_4x64 = (_add_weighted(rows, 4) for rows in (1, 2, 3, 4))
+_add_1x16 = _add_weighted(1, 1)
 
 
 @numba.njit
 def add_weighted(  # type: ignore[no-untyped-def]
-    weights, w_offset, count, x, x_offset, x_stride, ahead, width, out, out_offset
-):
-    """out[d] += sum over j < count of weights[j] * x[j, d] for d < width, j ascending.
+    rows, weights, w_offset, w_stride, count, x, x_offset, x_stride, ahead, width,
+    out, out_offset, out_stride,
+):  # fmt: skip
+    """out[r, d] += sum over j < count of weights[r, j] * x[j, d], for r < rows, d < width.
 
-    Row j of x starts at `x_offset + j * x_stride`; `ahead` as in `dot_tile`. width is a multiple
-    of 16; out and weights are float32.
+    j ascends. Row r of weights starts at `w_offset + r * w_stride`, rows of x and out likewise;
+    `ahead` as in `dot_strip`. width is a multiple of 16; out and weights are float32.
     """
-    d = 0
-    while d + 64 <= width:
-        _add_weighted_64(
-            weights, w_offset, count, x, x_offset + d, x_stride, ahead, out, out_offset + d
-        )
-        d += 64
-    while d < width:
-        _add_weighted_16(
-            weights, w_offset, count, x, x_offset + d, x_stride, ahead, out, out_offset + d
-        )
-        d += 16
+    for r in range(0, rows, 4):
+        w, o, fetch = w_offset + r * w_stride, out_offset + r * out_stride, ahead if r == 0 else 0
+        d = 0
+        while d + 64 <= width:
+            if rows - r >= 4:
+                _add_4x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
+                          out, o + d, out_stride)  # fmt: skip
+            elif rows - r == 3:
+                _add_3x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
+                          out, o + d, out_stride)  # fmt: skip
+            elif rows - r == 2:
+                _add_2x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
+                          out, o + d, out_stride)  # fmt: skip
+            else:
+                _add_1x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
+                          out, o + d, out_stride)  # fmt: skip
+            d += 64
+        while d < width:
+            for i in range(min(4, rows - r)):
+                _add_1x16(weights, w + i * w_stride, 0, count, x, x_offset + d, x_stride, fetch,
+                          out, o + i * out_stride + d, 0)  # fmt: skip
+            d += 16
 
 
 @intrinsic
@@ -269,7 +305,7 @@ def exp_and_sum(typingctx, x, offset, count, largest, scale):  # type: ignore[no
     signature = types.float32(x, types.int64, types.int64, types.float32, types.float32)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data = _data(context, builder, sig.args[0], args[0])
+        data = data_of(context, builder, sig.args[0], args[0])
         place = cgutils.alloca_once(builder, v.VECTOR)
         builder.store(ir.Constant(v.VECTOR, None), place)
         with cgutils.for_range_slice(builder, v.I64(0), args[2], v.I64(LANES)) as (k, _):
@@ -291,7 +327,7 @@ def largest(typingctx, x, offset, count):  # type: ignore[no-untyped-def]
     """The greatest of `x[offset : offset + count]`, count >= 1; NaN if one of them is."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data, lowest = _data(context, builder, sig.args[0], args[0]), v.splat_f32(-math.inf)
+        data, lowest = data_of(context, builder, sig.args[0], args[0]), v.splat_f32(-math.inf)
         place = cgutils.alloca_once(builder, v.VECTOR)
         builder.store(lowest, place)
 
@@ -321,9 +357,9 @@ def silu_times(typingctx, gate, gate_offset, up, up_offset, count, out, out_offs
     signature = types.void(gate, integer, up, integer, integer, out, integer)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        gates = _data(context, builder, sig.args[0], args[0])
-        ups = _data(context, builder, sig.args[2], args[2])
-        target = _data(context, builder, sig.args[5], args[5])
+        gates = data_of(context, builder, sig.args[0], args[0])
+        ups = data_of(context, builder, sig.args[2], args[2])
+        target = data_of(context, builder, sig.args[5], args[5])
 
         def step(k: Any, mask: Any) -> None:
             def at(data: Any, offset: Any, dtype: types.Type) -> Any:
@@ -352,8 +388,8 @@ def add_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ign
     signature = types.void(y, integer, x, integer, integer, types.float32)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        ys = _data(context, builder, sig.args[0], args[0])
-        xs = _data(context, builder, sig.args[2], args[2])
+        ys = data_of(context, builder, sig.args[0], args[0])
+        xs = data_of(context, builder, sig.args[2], args[2])
         scale = v.splat(builder, args[5])
 
         def step(k: Any, mask: Any) -> None:
@@ -376,8 +412,8 @@ def set_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ign
     signature = types.void(y, integer, x, integer, integer, types.float32)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        ys = _data(context, builder, sig.args[0], args[0])
-        xs = _data(context, builder, sig.args[2], args[2])
+        ys = data_of(context, builder, sig.args[0], args[0])
+        xs = data_of(context, builder, sig.args[2], args[2])
         scale = v.splat(builder, args[5])
 
         def step(k: Any, mask: Any) -> None:
@@ -407,7 +443,7 @@ def claim(typingctx, counters, index):  # type: ignore[no-untyped-def]
     """counters[index] += 1, atomically among threads; returns what was there before."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
+        pointer = builder.gep(data_of(context, builder, sig.args[0], args[0]), [args[1]])
         return builder.atomic_rmw("add", pointer, v.I64(1), "monotonic")
 
     return types.int64(counters, types.int64), generate
@@ -418,7 +454,7 @@ def arrive(typingctx, counters, index):  # type: ignore[no-untyped-def]
     """counters[index] += 1; what this thread has written is seen by whoever sees that."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
+        pointer = builder.gep(data_of(context, builder, sig.args[0], args[0]), [args[1]])
         builder.atomic_rmw("add", pointer, v.I64(1), "acq_rel")
         return context.get_dummy_value()
 
@@ -430,7 +466,7 @@ def arrived(typingctx, counters, index):  # type: ignore[no-untyped-def]
     """counters[index] as other threads have left it."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.gep(_data(context, builder, sig.args[0], args[0]), [args[1]])
+        pointer = builder.gep(data_of(context, builder, sig.args[0], args[0]), [args[1]])
         return builder.load_atomic(pointer, "acquire", 8)
 
     return types.int64(counters, types.int64), generate

@@ -104,11 +104,11 @@ class Kernel:
         self.run(1 if work_bytes < _SERIAL_BYTES else min(items, torch.get_num_threads()), block)
 
     def run(self, threads: int, block: array[int]) -> None:
-        pointer, team = block.buffer_info()[0], _gomp_parallel()
+        address, pointer, team = self.address, block.buffer_info()[0], _gomp_parallel()
         if threads < 2 or team is None:
             self._alone(pointer)
         else:
-            team(self.address, pointer, threads, 0)
+            team(address, pointer, threads, 0)
 
 
 def _drop_stale(name: str) -> None:

@@ -190,6 +190,25 @@ def sum_each(builder: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
+def transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """16 vectors as a 16 x 16 matrix, its columns as vectors.
+
+    Each round swaps the off-diagonal quarters of all blocks of one size: of 16, 8, 4, 2.
+    """
+    half = LANES // 2
+    while half:
+        swapped = list(rows)
+        for i in range(LANES):
+            if not i & half:
+                low = [c if not c & half else LANES + c - half for c in range(LANES)]
+                high = [c + half if not c & half else LANES + c for c in range(LANES)]
+                pair = rows[i], rows[i + half]
+                swapped[i] = builder.shuffle_vector(*pair, constant(I32, low))
+                swapped[i + half] = builder.shuffle_vector(*pair, constant(I32, high))
+        rows, half = swapped, half // 2
+    return rows
+
+
 def sum_lanes(builder: Any, vector: Any) -> Any:
     """The sum of one vector's lanes, by the tree of `_sum_each`."""
     half = LANES // 2
