@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lorad_kernels import cpu_vectors as v
-from lorad_kernels.cpu_simd import array_at, arrive, claim, data_of
+from lorad_kernels.cpu_simd import array_at, arrive, claim, clamped, data_of
 from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel
 
 _SIDE = 16  # rows of a tile
@@ -158,8 +158,30 @@ def _put_transposed(typingctx, tile, first, bias, bias_offset, y, y_offset, y_st
     return signature, generate
 
 
+@intrinsic
+def _set_transposed(typingctx, out, offset, x, x_offset, x_stride, count):  # type: ignore[no-untyped-def]
+    """out[q, m] = x[m, q] for 16 rows and columns of 32 bits; past `count` the last row again."""
+    integer = types.int64
+    signature = types.void(out, integer, x, integer, integer, integer)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target = data_of(context, builder, sig.args[0], args[0])
+        source = data_of(context, builder, sig.args[2], args[2])
+        rows = [
+            builder.gep(source, [clamped(builder, args[3], m, args[4], args[5])])
+            for m in range(_SIDE)
+        ]
+        columns = v.transposed(builder, [v.load(builder, row, types.float32) for row in rows])
+        for q, column in enumerate(columns):
+            place = builder.add(args[1], v.I64(q * _SIDE))
+            v.store(builder, column, builder.gep(target, [place]))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 def _lay_out(arguments):  # type: ignore[no-untyped-def]
-    """pairs[j, q, m] = x[16 j + m, 2 q : 2 q + 2]; rows that x lacks stay as they are."""
+    """pairs[j, q, m] = x[16 j + m, 2 q : 2 q + 2]."""
     block = carray(arguments, ARGUMENTS)
     x = carray(array_at(block[FIRST], uint32), 1)
     x_stride, count, pairs = block[FIRST + 1], block[FIRST + 2], block[FIRST + 3]
@@ -168,10 +190,11 @@ def _lay_out(arguments):  # type: ignore[no-untyped-def]
         item = claim(block, NEXT)
         if item >= block[COUNT]:
             return
-        for m in range(item * _SIDE, min(count, (item + 1) * _SIDE)):
-            target = item * pairs * _SIDE + m % _SIDE
-            for q in range(pairs):
-                out[target + q * _SIDE] = x[m * x_stride + q]
+        first, target = item * _SIDE, item * pairs * _SIDE
+        for q in range(0, pairs, _SIDE):
+            _set_transposed(
+                out, target + q * _SIDE, x, first * x_stride + q, x_stride, count - first
+            )
         arrive(block, DONE)
 
 

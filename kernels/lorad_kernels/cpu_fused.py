@@ -14,13 +14,15 @@ from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
 from lorad_kernels.cpu_simd import (
+    add_to,
     array_at,
     arrive,
     claim,
     float_from,
     get,
     largest,
-    put,
+    set_product,
+    set_rotated,
     silu_times,
     sum_of_squares,
 )
@@ -46,12 +48,10 @@ def _add_norm(arguments, dtype):  # type: ignore[no-untyped-def]
             return
         start = row * width
         if has_delta:
-            for i in range(start, start + width):
-                x[i] += get(delta, i)
+            add_to(x, start, delta, start, width)
         mean = float64(sum_of_squares(x, start, width)) / width
         inverse = float32(1.0 / math.sqrt(mean + eps))
-        for i in range(width):
-            put(out, start + i, x[start + i] * inverse * weight[i])
+        set_product(out, start, x, start, inverse, weight, width)
         arrive(arguments, DONE)
 
 
@@ -112,19 +112,11 @@ def _rotate_and_store(arguments, dtype):  # type: ignore[no-untyped-def]
         angle = row * dim
         for head in range(heads):
             source, target = row * q_stride + head * dim, (row * heads + head) * dim
-            for i in range(half):
-                a, b = get(qk, source + i), get(qk, source + half + i)
-                c, s = get(cos, angle + i), get(sin, angle + i)
-                put(out, target + i, a * c - b * s)
-                put(out, target + half + i, b * c + a * s)
+            set_rotated(out, target, qk, source, cos, sin, angle, half)
         place = pages[row] * page_stride + offsets[row] * token_stride
         for head in range(kv_heads):
             source, target = row * k_stride + head * dim, place + head * dim
-            for i in range(half):
-                a, b = get(k, source + i), get(k, source + half + i)
-                c, s = get(cos, angle + i), get(sin, angle + i)
-                put(keys, target + i, a * c - b * s)
-                put(keys, target + half + i, b * c + a * s)
+            set_rotated(keys, target, k, source, cos, sin, angle, half)
         for i in range(kv_heads * dim):
             values[place + i] = v[row * v_stride + i]
         arrive(arguments, DONE)

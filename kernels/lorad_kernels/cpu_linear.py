@@ -136,8 +136,8 @@ def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 3.0) -
     """Pack the weights if the copies fit in `spare_bytes`, and choose the kernels.
 
     Measured per weight shape over several layers, so that weights come from memory as they do
-    when a model runs. Stops measuring when `seconds` are over; what is not measured stays with
-    oneDNN. Only bfloat16 is tuned: float32 has nothing to reorder.
+    when a model runs. Stops measuring when `seconds` are over. Only bfloat16 is tuned: float32
+    has nothing to reorder.
     """
     served = [linear for linear in linears if linear.weight.dtype is torch.bfloat16]
     end = time.perf_counter() + seconds
@@ -151,7 +151,13 @@ def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 3.0) -
         while len(chosen) < len(MEASURED_ROWS) and time.perf_counter() < end:
             chosen.append(_fastest(some, MEASURED_ROWS[len(chosen)]))
         for linear in group:
-            linear.choose(chosen)
+            linear.choose([*chosen, *_unmeasured(linear.weight)[len(chosen) :]])
+
+
+def _unmeasured(weight: Tensor) -> list[Product | None]:
+    """What is likely best where no time was left to measure."""
+    more = cpu_amx.multiply if cpu_amx.serves(weight) else None
+    return [few_rows if rows <= 2 else more for rows in MEASURED_ROWS]
 
 
 def _by_shape(linears: Sequence[CpuLinear]) -> dict[torch.Size, list[CpuLinear]]:

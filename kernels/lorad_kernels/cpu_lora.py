@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
     from lorad_kernels.segments import LoraSegments
 
-_RANKS = 16  # rows of A in a work item of shrink
-_COLUMNS = 128  # columns of y in a work item of expand
-# How far ahead of what is read memory is fetched: rows of A, elements of B.
-_AHEAD, _AHEAD_ELEMENTS = 8, 2048
+_RANKS = 16  # rows of A that are computed together
+_COLUMNS = 128  # columns of y
+_AHEAD = 4096  # elements between what is read and what is fetched
+_ITEMS = 4  # work items for each thread at least: they differ in size, as ranks do
 
 
 @numba.njit
@@ -38,25 +38,28 @@ def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
     table_slices, slices = arguments[FIRST + 5], arguments[FIRST + 6]
     chunks = carray(array_at(arguments[FIRST + 7], int64), 1)
     h = carray(array_at(arguments[FIRST + 8], float32), 1)
-    max_rank = arguments[FIRST + 9]
+    max_rank, parts = arguments[FIRST + 9], arguments[FIRST + 10]
     blocks = (max_rank + _RANKS - 1) // _RANKS
     while True:
         item = claim(arguments, NEXT)
         if item >= arguments[COUNT]:
             return
-        chunk, s, block = item // (slices * blocks), item // blocks % slices, item % blocks
+        chunk, part = item // parts, item % parts
         start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
-        entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
-        rank, a_offset = table[entry], table[entry + 1]
-        first = block * _RANKS
-        columns = max(0, min(_RANKS, rank - first))
         rows = strip_rows(end - start)
-        for t in range(start, end if columns else start, rows):
-            dot_strip(
-                rows, x, t * x_stride, x_stride, end - t, slab, a_offset + first * width, width,
-                columns, _AHEAD * width if t == start else 0, width,
-                h, (t * slices + s) * max_rank + first, slices * max_rank,
-            )  # fmt: skip
+        for unit in range(slices * blocks * part // parts, slices * blocks * (part + 1) // parts):
+            s, first = unit // blocks, unit % blocks * _RANKS
+            entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
+            rank, a_offset = table[entry], table[entry + 1]
+            if first >= rank:
+                continue
+            for t in range(start, end, rows):
+                dot_strip(
+                    rows, x, t * x_stride, x_stride, end - t,
+                    slab, a_offset + first * width, width, min(_RANKS, rank - first),
+                    _AHEAD if t == start else 0, width,
+                    h, (t * slices + s) * max_rank + first, slices * max_rank,
+                )  # fmt: skip
         arrive(arguments, DONE)
 
 
@@ -71,8 +74,8 @@ def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
     table_slices, slices = arguments[FIRST + 5], arguments[FIRST + 6]
     chunks = carray(array_at(arguments[FIRST + 7], int64), 1)
     h = carray(array_at(arguments[FIRST + 8], float32), 1)
-    max_rank = arguments[FIRST + 9]
-    starts = carray(array_at(arguments[FIRST + 10], int64), 1)
+    max_rank, parts = arguments[FIRST + 9], arguments[FIRST + 10]
+    starts = carray(array_at(arguments[FIRST + 11], int64), 1)
     blocks = (width + _COLUMNS - 1) // _COLUMNS
     h_stride = slices * max_rank
     sums = np.empty(4 * _COLUMNS, np.float32)
@@ -80,26 +83,28 @@ def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
         item = claim(arguments, NEXT)
         if item >= arguments[COUNT]:
             return
-        chunk, block = item // blocks, item % blocks
+        chunk, part = item // parts, item % parts
         start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
         rows = strip_rows(end - start)
+        begin = blocks * part // parts * _COLUMNS
+        stop = min(width, blocks * (part + 1) // parts * _COLUMNS)
         for s in range(slices):
-            first = max(block * _COLUMNS, starts[s])
-            columns = min((block + 1) * _COLUMNS, starts[s + 1]) - first
             entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
             rank, b_offset = table[entry], table[entry + 2]
-            if rank == 0 or columns <= 0:
+            if rank == 0:
                 continue
             scaling = float32(scalings[entry + 3])
-            for t in range(start, end, rows):
-                dot_strip(
-                    rows, h, t * h_stride + s * max_rank, h_stride, end - t,
-                    slab, b_offset + (first - starts[s]) * rank, rank, columns,
-                    _AHEAD_ELEMENTS if t == start else 0, rank, sums, 0, _COLUMNS,
-                )  # fmt: skip
-                for i in range(min(rows, end - t)):
-                    place = (t + i) * y_stride + first
-                    add_scaled(y, place, sums, i * _COLUMNS, columns, scaling)
+            for first in range(max(begin, starts[s]), min(stop, starts[s + 1]), _COLUMNS):
+                columns = min(_COLUMNS, min(stop, starts[s + 1]) - first)
+                for t in range(start, end, rows):
+                    dot_strip(
+                        rows, h, t * h_stride + s * max_rank, h_stride, end - t,
+                        slab, b_offset + (first - starts[s]) * rank, rank, columns,
+                        _AHEAD if t == start else 0, rank, sums, 0, _COLUMNS,
+                    )  # fmt: skip
+                    for i in range(min(rows, end - t)):
+                        place = (t + i) * y_stride + first
+                        add_scaled(y, place, sums, i * _COLUMNS, columns, scaling)
         arrive(arguments, DONE)
 
 
@@ -146,16 +151,20 @@ def add_chunks(
         return
     h = torch.empty(x.shape[0], slices, table.max_rank)
     shared = (
-        slab, table.address, table.packed.shape[1], slices,
-        segments.chunks_address, h, table.max_rank,
+        slab, table.address, table.packed.shape[1], slices, segments.chunks_address,
+        h, table.max_rank,
     )  # fmt: skip
     work = len(chunks) * table.max_rank * y.element_size()
+    # The factors of a chunk lie one behind the other: read by one thread if there are enough.
+    wanted = -(-_ITEMS * torch.get_num_threads() // len(chunks))
+    parts = min(wanted, slices * -(-table.max_rank // _RANKS))
     shrink(
-        len(chunks) * slices * -(-table.max_rank // _RANKS), work * x.shape[1] * slices,
-        x, x.stride(0), x.shape[1], *shared, keep=(table, segments),
+        len(chunks) * parts, work * x.shape[1] * slices,
+        x, x.stride(0), x.shape[1], *shared, parts, keep=(table, segments),
     )  # fmt: skip
+    parts = min(wanted, -(-y.shape[1] // _COLUMNS))
     expand(
-        len(chunks) * -(-y.shape[1] // _COLUMNS), work * y.shape[1],
-        y, y.stride(0), y.shape[1], *shared, constant(tuple(slice_starts)),
+        len(chunks) * parts, work * y.shape[1],
+        y, y.stride(0), y.shape[1], *shared, parts, constant(tuple(slice_starts)),
         keep=(table, segments),
     )  # fmt: skip

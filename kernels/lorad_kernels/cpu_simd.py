@@ -38,7 +38,7 @@ def _at(builder: Any, data: Any, offset: Any, index: Any) -> Any:
     return builder.gep(data, [builder.add(offset, index)])
 
 
-def _clamped(builder: Any, offset: Any, index: int, stride: Any, count: Any) -> Any:
+def clamped(builder: Any, offset: Any, index: int, stride: Any, count: Any) -> Any:
     """offset + min(index, count - 1) * stride: a strip's missing rows repeat the last one."""
     last = builder.sub(count, v.I64(1))
     inside = builder.icmp_signed("<", v.I64(index), count)
@@ -77,7 +77,7 @@ def _dot_strip(rows: int) -> Callable[..., None]:
             w_data = data_of(context, builder, sig.args[4], args[4])
             out_data = data_of(context, builder, sig.args[10], args[10])
             w_stride, w_count = args[6], args[7]
-            xs = [_clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
+            xs = [clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
             places = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(_STREAMS * rows)]
 
             def dots(ws: list[Any]) -> list[Any]:
@@ -102,16 +102,36 @@ def _dot_strip(rows: int) -> Callable[..., None]:
                 v.for_lanes(builder, args[9], step)
                 return [builder.load(place) for place in sums]
 
-            def tile(n: Any, left: Any) -> None:
+            def products(ws: list[Any], mask: Any) -> list[Any]:
+                """`dots` of a length that fits in one vector."""
+                values = [
+                    v.load(builder, _at(builder, x_data, offset, v.I64(0)), sig.args[0].dtype, mask)
+                    for offset in xs
+                ]
+                found = []
+                for offset in ws:
+                    pointer = _at(builder, w_data, offset, v.I64(0))
+                    weight = v.load(builder, pointer, sig.args[4].dtype, mask)
+                    found.append([builder.fmul(value, weight) for value in values])
+                v.prefetch(builder, builder.gep(w_data, [builder.add(ws[0], args[8])]))
+                v.prefetch(builder, builder.gep(w_data, [builder.add(ws[-1], args[8])]))
+                return [found[i][row] for row in range(rows) for i in range(len(ws))]
+
+            def tile(n: Any, left: Any, mask: Any = None) -> None:
                 """`columns` columns from n on; with `left` only so many of them exist."""
                 start = builder.add(args[5], builder.mul(n, w_stride))
                 ws = [
                     builder.add(start, builder.mul(v.I64(i), w_stride))
                     if left is None
-                    else _clamped(builder, start, i, w_stride, left)
+                    else clamped(builder, start, i, w_stride, left)
                     for i in range(columns)
                 ]
-                groups = [dots(ws[i : i + _STREAMS]) for i in range(0, columns, _STREAMS)]
+                groups = [
+                    dots(ws[i : i + _STREAMS])
+                    if mask is None
+                    else products(ws[i : i + _STREAMS], mask)
+                    for i in range(0, columns, _STREAMS)
+                ]
                 width = min(_STREAMS, columns)
                 total = v.sum_each(
                     builder,
@@ -129,11 +149,19 @@ def _dot_strip(rows: int) -> Callable[..., None]:
                         v.store_part(builder, total, row * columns, columns, pointer, left)
 
             whole = builder.and_(w_count, v.I64(-columns))
-            with cgutils.for_range_slice(builder, v.I64(0), whole, v.I64(columns)) as (n, _):
-                tile(n, None)
             left = builder.sub(w_count, whole)
-            with builder.if_then(builder.icmp_signed(">", left, v.I64(0))):
-                tile(whole, left)
+
+            def tiles(mask: Any) -> None:
+                with cgutils.for_range_slice(builder, v.I64(0), whole, v.I64(columns)) as (n, _):
+                    tile(n, None, mask)
+                with builder.if_then(builder.icmp_signed(">", left, v.I64(0))):
+                    tile(whole, left, mask)
+
+            with builder.if_else(builder.icmp_signed(">", args[9], v.I64(LANES))) as (long, short):
+                with long:
+                    tiles(None)
+                with short:
+                    tiles(v.first_lanes(builder, args[9]))
             return context.get_dummy_value()
 
         return signature, generate
@@ -294,6 +322,82 @@ def add_weighted(  # type: ignore[no-untyped-def]
                 _add_1x16(weights, w + i * w_stride, 0, count, x, x_offset + d, x_stride, fetch,
                           out, o + i * out_stride + d, 0)  # fmt: skip
             d += 16
+
+
+@intrinsic
+def add_to(typingctx, x, x_offset, y, y_offset, count):  # type: ignore[no-untyped-def]
+    """x[i] += y[i] for i < count; x is float32."""
+    integer = types.int64
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target = data_of(context, builder, sig.args[0], args[0])
+        source = data_of(context, builder, sig.args[2], args[2])
+
+        def step(k: Any, mask: Any) -> None:
+            pointer = _at(builder, target, args[1], k)
+            old = v.load(builder, pointer, types.float32, mask)
+            added = v.load(builder, _at(builder, source, args[3], k), sig.args[2].dtype, mask)
+            v.put(builder, builder.fadd(old, added), pointer, types.float32, mask)
+
+        v.for_lanes(builder, args[4], step)
+        return context.get_dummy_value()
+
+    return types.void(x, integer, y, integer, integer), generate
+
+
+@intrinsic
+def set_product(typingctx, out, offset, x, x_offset, factor, weights, count):  # type: ignore[no-untyped-def]
+    """out[i] = x[i] * factor * weights[i] for i < count, rounded once; x, weights are float32."""
+    integer = types.int64
+    signature = types.void(out, integer, x, integer, types.float32, weights, integer)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target = data_of(context, builder, sig.args[0], args[0])
+        xs = data_of(context, builder, sig.args[2], args[2])
+        ws = data_of(context, builder, sig.args[5], args[5])
+        factor = v.splat(builder, args[4])
+
+        def step(k: Any, mask: Any) -> None:
+            value = v.load(builder, _at(builder, xs, args[3], k), types.float32, mask)
+            weight = v.load(builder, builder.gep(ws, [k]), types.float32, mask)
+            value = builder.fmul(builder.fmul(value, factor), weight)
+            v.put(builder, value, _at(builder, target, args[1], k), sig.args[0].dtype, mask)
+
+        v.for_lanes(builder, args[6], step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def set_rotated(typingctx, out, offset, x, x_offset, cos, sin, angle, half):  # type: ignore[no-untyped-def]
+    """Pairs (i, i + half) of x turned by the angles of cos and sin from `angle` on, into out."""
+    integer = types.int64
+    signature = types.void(out, integer, x, integer, cos, sin, integer, integer)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target, xs, cosines, sines = (
+            data_of(context, builder, sig.args[i], args[i]) for i in (0, 2, 4, 5)
+        )
+        half = args[7]
+
+        def step(k: Any, mask: Any) -> None:
+            def get(data: Any, offset: Any, dtype: types.Type) -> Any:
+                return v.load(builder, _at(builder, data, offset, k), dtype, mask)
+
+            a = get(xs, args[3], sig.args[2].dtype)
+            b = get(xs, builder.add(args[3], half), sig.args[2].dtype)
+            c, s = get(cosines, args[6], sig.args[4].dtype), get(sines, args[6], sig.args[5].dtype)
+            first = builder.fsub(builder.fmul(a, c), builder.fmul(b, s))
+            second = builder.fadd(builder.fmul(b, c), builder.fmul(a, s))
+            place = _at(builder, target, args[1], k)
+            v.put(builder, first, place, sig.args[0].dtype, mask)
+            v.put(builder, second, builder.gep(place, [half]), sig.args[0].dtype, mask)
+
+        v.for_lanes(builder, half, step)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @intrinsic
@@ -486,14 +590,6 @@ def call_with(typingctx, function, argument):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _bits_of(typingctx, value):  # type: ignore[no-untyped-def]
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], v.I32)
-
-    return types.uint32(types.float32), generate
-
-
-@intrinsic
 def float_from(typingctx, bits):  # type: ignore[no-untyped-def]
     """The float32 whose bits are the lower half of an int64; see `cpu_threads.float_bits`."""
 
@@ -516,32 +612,8 @@ def get(array: Any, index: Any) -> Any:
     raise NotImplementedError("compiled code only")
 
 
-def put(array: Any, index: Any, value: Any) -> None:
-    """Store a float32, rounded to nearest even."""
-    raise NotImplementedError("compiled code only")
-
-
 @numba.extending.overload(get)
 def _get_one(array, index):  # type: ignore[no-untyped-def]
     if array.dtype == types.float32:
         return lambda array, index: array[index]
     return lambda array, index: _float_of(numba.uint32(numba.uint32(array[index]) << 16))
-
-
-@numba.extending.overload(put)
-def _put_one(array, index, value):  # type: ignore[no-untyped-def]
-    if array.dtype == types.float32:
-
-        def store(array, index, value):  # type: ignore[no-untyped-def]
-            array[index] = value
-
-    else:
-
-        def store(array, index, value):  # type: ignore[no-untyped-def]
-            bits = _bits_of(value)
-            rounded = numba.uint32(bits + numba.uint32(0x7FFF) + ((bits >> 16) & numba.uint32(1)))
-            quiet = numba.uint32(bits | numba.uint32(0x400000))
-            kept = quiet if value != value else rounded
-            array[index] = numba.uint16(kept >> 16)
-
-    return store
