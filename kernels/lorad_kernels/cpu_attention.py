@@ -79,6 +79,7 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
     out = carray(array_at(arguments[FIRST + 15], dtype), 1)
     item_heads = arguments[FIRST + 16]
     totals = np.empty(item_heads * group * dim, np.float32)
+    inverses = np.empty(item_heads * group, np.float32)
     while True:
         item = claim(arguments, NEXT)
         if item >= arguments[COUNT]:
@@ -101,10 +102,9 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
         totals[:] = 0.0
         for r in range(item_heads * group):
             top = largest(scores, r * length, context - begin)
-            total = exp_and_sum(scores, r * length, context - begin, top, scale)
-            inverse = float32(1.0) / total
-            for i in range(r * length, r * length + context - begin):
-                scores[i] *= inverse
+            inverses[r] = float32(1.0) / exp_and_sum(
+                scores, r * length, context - begin, top, scale
+            )
         for position, count, row, ahead in _pages(
             begin, context, block, tables, table, page_stride, token_stride, head * dim
         ):
@@ -115,7 +115,8 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
                     row + h * dim, token_stride, ahead, dim, totals, r * dim, dim,
                 )  # fmt: skip
         first = (sequence * kv_heads + head) * group * dim
-        set_scaled(out, first, totals, 0, item_heads * group * dim, float32(1.0))
+        for r in range(item_heads * group):
+            set_scaled(out, first + r * dim, totals, r * dim, dim, inverses[r])
         arrive(arguments, DONE)
 
 

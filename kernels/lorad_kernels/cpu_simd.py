@@ -86,7 +86,9 @@ def _dot_strip(rows: int) -> Callable[..., None]:
                 for place in sums:
                     builder.store(ir.Constant(v.VECTOR, None), place)
 
-                def step(k: Any, mask: Any) -> None:
+                is_wide = sig.args[4].dtype == types.float32  # a vector fills a cache line
+
+                def step(k: Any, mask: Any, starts_line: bool) -> None:
                     values = [
                         v.load(builder, _at(builder, x_data, offset, k), sig.args[0].dtype, mask)
                         for offset in xs
@@ -94,12 +96,13 @@ def _dot_strip(rows: int) -> Callable[..., None]:
                     for column, offset in enumerate(ws):
                         pointer = _at(builder, w_data, offset, k)
                         weight = v.load(builder, pointer, sig.args[4].dtype, mask)
-                        v.prefetch(builder, builder.gep(pointer, [args[8]]))
+                        if starts_line or is_wide:
+                            v.prefetch(builder, builder.gep(pointer, [args[8]]))
                         for row, value in enumerate(values):
                             place = sums[row * len(ws) + column]
                             builder.store(v.fma(builder, value, weight, builder.load(place)), place)
 
-                v.for_lanes(builder, args[9], step)
+                v.for_lines(builder, args[9], step)
                 return [builder.load(place) for place in sums]
 
             def products(ws: list[Any], mask: Any) -> list[Any]:
@@ -269,7 +272,8 @@ def _add_weighted(rows: int, vectors: int) -> Callable[..., None]:
                 first = builder.add(args[5], builder.mul(loop.index, args[6]))
                 pointers = [_at(builder, x_data, first, step) for step in steps]
                 values = [v.load(builder, pointer, sig.args[4].dtype) for pointer in pointers]
-                for pointer in pointers:
+                # A cache line holds two vectors of bfloat16, one of float32.
+                for pointer in pointers[:: 1 if sig.args[4].dtype == types.float32 else 2]:
                     v.prefetch(builder, builder.gep(pointer, [args[7]]))
                 for row in range(rows):
                     at = _at(builder, weights_data, row_of(args[1], row, args[2]), loop.index)

@@ -152,6 +152,19 @@ def for_lanes(builder: Any, count: Any, step: Callable[[Any, Any], None]) -> Non
         step(whole, first_lanes(builder, left))
 
 
+def for_lines(builder: Any, count: Any, step: Callable[[Any, Any, bool], None]) -> None:
+    """`for_lanes` that also tells `step` where a cache line of bfloat16, two vectors, begins."""
+    lines = builder.and_(count, I64(-2 * LANES))
+    with cgutils.for_range_slice(builder, I64(0), lines, I64(2 * LANES)) as (k, _):
+        step(k, None, True)
+        step(builder.add(k, I64(LANES)), None, False)
+
+    def rest(k: Any, mask: Any) -> None:
+        step(builder.add(lines, k), mask, True)
+
+    for_lanes(builder, builder.sub(count, lines), rest)
+
+
 def call(builder: Any, name: str, arguments: list[Any]) -> Any:
     kind = ir.FunctionType(VECTOR, [VECTOR] * len(arguments))
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v16f32")
