@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import uvicorn
 
+from lorad.adapter_ref import AdapterName
+from lorad.adapters.spectrum import read_checked
+from lorad.adapters.weights import read_weights
+from lorad.admin_client import AdminClient
+from lorad.engine.async_engine import AsyncEngine
+from lorad.engine.build import EngineOptions, build_engine
 from lorad.engine.messages import AdapterProbed, CommandFailed, ProbeAdapter
+from lorad.errors import LoradError
+from lorad.model.tokenizer import Tokenizer
+from lorad.registry.records import Who
+from lorad.registry.registry import Registry
+from lorad.server.admin import build_admin_app
+from lorad.server.admin_transport import admin_server_config
+from lorad.server.canary_watch import CanaryWatch
+from lorad.server.self_test import SelfTest
+from lorad.server.traffic import Traffic
+from lorad.sizing.model_shape import ModelShape, read_config
+from lorad.sockets import AdminSocket
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = (17, 3, 90, 5, 200, 44, 8, 8, 61, 150, 33, 9)
@@ -197,6 +219,17 @@ def test_a_fault_on_the_device_is_found_and_named(engine, dtype) -> None:
         assert answer.error.code == "selftest.failed"
         assert answer.error.details["module"] == f"model.{module}", fault
         assert module in answer.error.message
+        assert "device" in answer.error.hint
+
+
+@pytest.mark.parametrize("path", ["cpu_lora.add_chunks", "torch_paths.add_segment"])
+def test_a_kernel_that_does_nothing_is_found_on_either_path(engine, monkeypatch, path) -> None:
+    """That of decodes and short prompts, and that of long ones."""
+    tested = engine("bfloat16")
+    monkeypatch.setattr(f"lorad_kernels.{path}", lambda *_: None)
+    answer = probe(tested, "mlp-only")
+    assert answer.error.code == "selftest.failed"
+    assert answer.error.details["module"] == "model.layers.0.mlp.gate_proj"
 
 
 def test_a_delta_where_the_files_have_none_is_found(engine) -> None:
@@ -227,3 +260,69 @@ def test_files_that_vanished_are_told(engine, adapters, monkeypatch, tmp_path) -
     assert isinstance(probe(tested, "all"), AdapterProbed)
     monkeypatch.setitem(adapters, "all", tmp_path / "nowhere")
     assert probe(tested, "all").error.code == "path.not_found"
+
+
+# --- end to end -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def admin_socket(registry, engine, self_test, path: Path) -> AsyncIterator[AdminClient]:
+    """The admin API over a registry and an engine of this process."""
+    traffic = Traffic(engine, registry.find, CanaryWatch(lambda *_: None))
+    with AdminSocket(path) as admin:
+        app = build_admin_app(
+            registry, engine, traffic, config={}, shutdown=lambda: None, self_test=self_test
+        )
+        server = uvicorn.Server(admin_server_config(app))
+        server.capture_signals = nullcontext
+        serving = asyncio.create_task(server.serve(sockets=[admin.socket]))
+        try:
+            yield AdminClient(path)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+def test_a_version_that_lies_wrong_on_the_device_is_not_promoted(
+    tiny_chat_model, adapters, sync_engine, tmp_path
+) -> None:
+    """The old version stays live; once the new one has been read anew it is promoted."""
+    shape = ModelShape.from_config(read_config(tiny_chat_model))
+    registry = Registry.open(tmp_path / "state", "tiny", partial(read_checked, shape=shape))
+    name = AdapterName.parse("cats")
+    refs = [registry.push(adapters[k], name, who=Who(0, 0)).version.ref for k in ("all", "rslora")]
+
+    def read(ref, shape, dtype):
+        return read_weights(registry.verify(ref), ref.digest, shape, dtype)
+
+    options = EngineOptions(tiny_chat_model, device="cpu", slab_bytes=2**24)
+    built = build_engine(options, read, frozenset(), adapter_files=registry.verify)
+    tokenizer = Tokenizer.from_dir(tiny_chat_model)
+    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=100)
+
+    async def scenario() -> None:
+        await engine.start()
+        self_test = SelfTest(engine, tokenizer, None)
+        async with admin_socket(registry, engine, self_test, tmp_path / "s") as admin:
+            moved = await asyncio.to_thread(admin.promote, "cats", "v1")
+            assert moved["self_test"]["delta_error"] < ROUNDING["float32"]
+            await engine.load_adapter(refs[1])
+            adapter = built.engine._adapters.get(refs[1].digest)
+            built.engine._slab.data[adapter.factors[1][1][0].b_offset + 7] += 0.5
+            with pytest.raises(LoradError) as caught:
+                await asyncio.to_thread(admin.promote, "cats", "v2")
+            assert caught.value.code == "selftest.failed"
+            assert "cats@v2" in caught.value.message
+            assert caught.value.details["module"] == "model.layers.1.self_attn.o_proj"
+            assert caught.value.details["error"] > caught.value.details["allowed"]
+            assert (await asyncio.to_thread(admin.adapter, "cats"))["live"] == "v1"
+            await engine.unload_adapter(refs[1], drain_timeout=5)
+            moved = await asyncio.to_thread(admin.promote, "cats", "v2")
+            assert (moved["to_version"], moved["self_test"]["prompts"]) == ("v2", 5)
+        await engine.stop()
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        built.loader.stop()
+        registry.close()

@@ -47,6 +47,8 @@ _FAULT = (
     "if it fails again, the fault is lorad's or the machine's"
 )
 
+_TOO_LARGE = "its weights are too large for the serving dtype; push another checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaCheck:
@@ -118,9 +120,8 @@ def _compare(linear: LinearFactors, part: _Slice) -> _Compared:
     allowed = (_rounding(x, a, h, dtype) @ b.abs().T) * abs(linear.scaling) + _smallest(dtype)
     error, fault, size = 0.0, None, max(float(expected.norm()), _smallest(dtype))
     for delta in part.deltas:
-        off = delta.double() - expected
-        error = max(error, float(off.norm()) / size)
-        fault = fault or _fault(linear.path, delta, off.norm(dim=0), allowed.norm(dim=0))
+        error = max(error, float((delta.double() - expected).norm()) / size)
+        fault = fault or _fault(linear.path, delta, expected, allowed)
     return _Compared(error, fault)
 
 
@@ -138,15 +139,14 @@ def _smallest(dtype: torch.dtype) -> float:
     return found.tiny * found.eps
 
 
-def _fault(path: str, delta: Tensor, off: Tensor, allowed: Tensor) -> LoradError | None:
-    """off, allowed: `[out]`, norms over the rows of the prompt."""
+def _fault(path: str, delta: Tensor, expected: Tensor, allowed: Tensor) -> LoradError | None:
+    """All `[T, out]`; errors are compared output by output, in norm over the rows."""
     dtype = str(delta.dtype).removeprefix("torch.")
     if not bool(torch.isfinite(delta).all()):
-        return _failed(
-            path,
-            f"the delta is not finite in {dtype}",
-            hint="its weights are too large for the serving dtype; push another checkpoint",
-        )
+        can_be = bool(torch.isfinite(expected.to(delta.dtype)).all())
+        why = f"the delta is not finite in {dtype}"
+        return _failed(path, why, hint=_FAULT if can_be else _TOO_LARGE)
+    off, allowed = (delta.double() - expected).norm(dim=0), allowed.norm(dim=0)
     if bool((off <= allowed).all()):  # written so that NaN is wrong
         return None
     output = int((off - allowed).nan_to_num(math.inf).argmax())
@@ -156,7 +156,7 @@ def _fault(path: str, delta: Tensor, off: Tensor, allowed: Tensor) -> LoradError
         f"the engine adds another delta than the files say: output {output} is off by "
         f"{error:.3g}, and rounding to {dtype} explains {bound:.3g}",
         output=output,
-        error=error,
+        error=error if math.isfinite(error) else None,  # JSON has no infinity
         allowed=bound,
     )
 
