@@ -93,6 +93,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                 _reader(registry, shape),
                 tokenizer.eos_token_ids,
                 progress,
+                registry.verify,
             )
             async with _running_engine(config, built, tokenizer) as engine:
                 stop = asyncio.Event()

@@ -193,10 +193,15 @@ class MoveResult(TypedDict):
 
 
 class SelfTestInfo(TypedDict):
-    """`effect`: the largest change of a log-probability against the base model, in nats."""
+    """`effect`: the largest change of a log-probability against the base model, in nats.
+
+    `delta_error`: the largest difference between the delta that the engine adds to a module and
+    the one that the version's files give, in norm, relative to the latter.
+    """
 
     prompts: int
     effect: float
+    delta_error: float
 
 
 class PromoteResult(MoveResult):

@@ -229,7 +229,12 @@ def sync_engine() -> Iterator[Callable[..., SyncEngine]]:
             return read_weights(known[ref.name.name], ref.digest, shape, dtype)
 
         settings = {"device": "cpu", "slab_bytes": 2**26, **options}
-        built = build_engine(EngineOptions(model_dir, **settings), read, frozenset({2}))
+        built = build_engine(
+            EngineOptions(model_dir, **settings),
+            read,
+            frozenset({2}),
+            adapter_files=lambda ref: known[ref.name.name],
+        )
         loaders.append(built.loader)
         return SyncEngine(built, known)
 

@@ -182,6 +182,24 @@ def test_a_bad_load_harms_nobody(daemon, tiny_chat_model, tmp_path) -> None:
     assert lost.status_code == 404
 
 
+def test_a_name_that_is_not_there_is_never_answered_by_the_base(daemon, tiny_chat_model) -> None:
+    """Case R04: beside a real adapter, names one letter off, of no version, and empty."""
+    base = tiny_chat_model.name
+    with httpx.Client(base_url=f"{daemon.url}/v1", timeout=30) as http:
+        for path, body in (
+            ("/completions", {"prompt": "x"}),
+            ("/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            for name in ("soa", "soaks", "soak@v9", ""):
+                answer = http.post(path, json={"model": name, "max_tokens": 2, **body})
+                assert answer.status_code == 404
+                assert repr(name) in answer.json()["error"]["message"]
+            for name, served in ((base, "base"), ("soak@v1", "default/soak@v1")):
+                answer = http.post(path, json={"model": name, "max_tokens": 2, **body})
+                assert answer.status_code == 200
+                assert answer.headers["x-lorad-adapter"] == served
+
+
 def test_unload_waits_for_the_running_answer_and_gives_the_memory_back(daemon) -> None:
     """Case R07: the answer ends as it would have; the bytes are told, and really free."""
     ask = partial(

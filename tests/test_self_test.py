@@ -77,6 +77,8 @@ def test_answers_with_nan_keep_a_version_from_the_name(daemon, good, cats, tmp_p
     refused = daemon.loractl("promote", cats, label["version"], check=False)
     assert refused.returncode == 6
     assert "selftest.failed" in refused.stderr
+    assert "layers.0.self_attn.q_proj" in refused.stderr
+    assert "too large for the serving dtype" in refused.stderr
     canary = daemon.loractl("canary", cats, label["version"], "--percent", "5", check=False)
     assert canary.returncode == 6
     shown = daemon.admin.adapter(cats)
@@ -111,6 +113,7 @@ def test_checks_guard_a_promote(daemon, good, random_adapter, tiny_chat_model, t
     assert (moved["to_version"], moved["checks"]) == ("v1", 2)
     assert moved["self_test"]["prompts"] == 5
     assert moved["self_test"]["effect"] > 0.01
+    assert 0 < moved["self_test"]["delta_error"] < 1e-5
 
     other = random_adapter(tiny_chat_model, tmp_path / "v2", 4, ("q_proj",), seed=77, strength=3.0)
     daemon.loractl("push", name, str(other))

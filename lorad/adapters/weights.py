@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,16 @@ class AdapterWeights:
         return self.data.numel() * self.data.element_size()
 
 
+@dataclass(frozen=True, slots=True)
+class LinearFactors:
+    """What an adapter's files say of one linear: it adds `scaling * (x A^T) B^T`."""
+
+    path: str  # "model.layers.3.self_attn.q_proj"
+    scaling: float
+    a: Tensor  # [rank, in], the file's dtype
+    b: Tensor  # [out, rank]
+
+
 def read_weights(
     directory: Path, digest: str, shape: ModelShape, dtype: torch.dtype
 ) -> AdapterWeights:
@@ -50,6 +61,17 @@ def read_weights(
             rows = _read(file, factor.b)[factor.row_start : factor.row_stop]
             _fill(data, b_offset, rows, factor.b.name)
     return AdapterWeights(digest, layout, data)
+
+
+def read_factors(directory: Path, shape: ModelShape) -> Iterator[LinearFactors]:
+    """The factors as they are in the files, one linear at a time: neither packed nor cast.
+
+    Raises what `read_adapter` raises.
+    """
+    with open_adapter(directory, shape) as (adapter, file):
+        for factor in adapter.served_factors(shape):
+            rows = _read(file, factor.b)[factor.row_start : factor.row_stop]
+            yield LinearFactors(factor.path, factor.rank.scaling, _read(file, factor.a), rows)
 
 
 def _places(layout: AdapterLayout, shape: ModelShape) -> dict[str, tuple[int, int]]:

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from lorad.adapter_ref import AdapterRef
 from lorad.engine.detokenizer import Detokenizer
@@ -16,11 +17,13 @@ from lorad.engine.engine import Engine, Message, Output
 from lorad.engine.messages import (
     AbortRequest,
     AdapterLoaded,
+    AdapterProbed,
     AdapterUnloaded,
     CommandFailed,
     EngineStats,
     GenerationRequest,
     LoadAdapter,
+    ProbeAdapter,
     RequestOutput,
     StepRecord,
     TokenOutput,
@@ -30,6 +33,9 @@ from lorad.errors import LoradError
 from lorad.model.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+Answer = AdapterLoaded | AdapterProbed | AdapterUnloaded
+A = TypeVar("A", AdapterLoaded, AdapterProbed, AdapterUnloaded)
 
 _STATS_INTERVAL = 0.05  # seconds between snapshots while the engine is busy
 _IDLE_POLL = 0.02  # seconds between looks at drains and loads when no message comes
@@ -51,7 +57,7 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._max_queued = max_queued
         self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
-        self._commands: dict[str, asyncio.Future[AdapterLoaded | AdapterUnloaded]] = {}
+        self._commands: dict[str, asyncio.Future[Answer]] = {}
         self._stats = engine.stats()
         self._accepting = True
         self._failure: str | None = None  # what ended the engine thread
@@ -163,30 +169,35 @@ class AsyncEngine:
 
     async def load_adapter(self, ref: AdapterRef, *, pin: bool | None = None) -> AdapterLoaded:
         """Bring an adapter onto the device; returns at once when it is there already."""
-        result = await self._command(LoadAdapter(uuid.uuid4().hex, ref, pin))
-        if not isinstance(result, AdapterLoaded):
-            raise TypeError(f"unexpected answer {result}")
-        return result
+        return await self._command(LoadAdapter(uuid.uuid4().hex, ref, pin), AdapterLoaded)
+
+    async def probe_adapter(self, ref: AdapterRef, token_ids: tuple[int, ...]) -> AdapterProbed:
+        """Load an adapter and compare its deltas for a short prompt with the version's files.
+
+        The steps wait for one forward pass of the prompt; the files are read and compared on
+        another thread. Raises `selftest.failed` naming the module, and what loading raises.
+        """
+        return await self._command(ProbeAdapter(uuid.uuid4().hex, ref, token_ids), AdapterProbed)
 
     async def unload_adapter(self, ref: AdapterRef, *, drain_timeout: float) -> AdapterUnloaded:
         """Wait for the adapter's running requests, then free its pages and its host copy."""
-        result = await self._command(UnloadAdapter(uuid.uuid4().hex, ref, drain_timeout))
-        if not isinstance(result, AdapterUnloaded):
-            raise TypeError(f"unexpected answer {result}")
-        return result
+        command = UnloadAdapter(uuid.uuid4().hex, ref, drain_timeout)
+        return await self._command(command, AdapterUnloaded)
 
     async def _command(
-        self, command: LoadAdapter | UnloadAdapter
-    ) -> AdapterLoaded | AdapterUnloaded:
+        self, command: LoadAdapter | ProbeAdapter | UnloadAdapter, kind: type[A]
+    ) -> A:
         self._check_alive()
-        future: asyncio.Future[AdapterLoaded | AdapterUnloaded]
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._commands[command.command_id] = future
         self._inbox.put(command)
         try:
-            return await future
+            answer = await future
         finally:
             self._commands.pop(command.command_id, None)
+        if not isinstance(answer, kind):
+            raise TypeError(f"unexpected answer {answer}")
+        return answer
 
     # --- what it tells about itself -------------------------------------------------------
 

@@ -16,7 +16,8 @@ from lorad.adapters.host_cache import HostCache
 from lorad.adapters.loader import AdapterLoader
 from lorad.adapters.weights import AdapterWeights
 from lorad.engine.adapter_tiers import AdapterTiers
-from lorad.engine.engine import Engine, Message
+from lorad.engine.delta_check import DeltaChecker
+from lorad.engine.engine import Engine, Message, StartCheck
 from lorad.engine.model_runner import ModelRunner
 from lorad.engine.scheduler import Scheduler, SchedulerLimits
 from lorad.errors import LoradError
@@ -81,6 +82,12 @@ class BuiltEngine:
 
 # Reads one adapter version from the store: (reference, base shape, serving dtype) -> weights.
 ReadAdapter = Callable[[AdapterRef, ModelShape, torch.dtype], AdapterWeights]
+# The directory of a version whose bytes have its digest: for probes, which read it by themselves.
+AdapterFiles = Callable[[AdapterRef], Path]
+
+
+def _no_files(ref: AdapterRef) -> Path:
+    raise LoradError("engine.failed", f"this engine knows no files of {ref} to compare with")
 
 
 def build_engine(
@@ -88,8 +95,12 @@ def build_engine(
     read_adapter: ReadAdapter,
     eos_token_ids: frozenset[int],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    adapter_files: AdapterFiles = _no_files,
 ) -> BuiltEngine:
-    """Load the model and allocate the slab. Raises `model.*` or `memory.no_capacity`."""
+    """Load the model and allocate the slab. Raises `model.*` or `memory.no_capacity`.
+
+    Without `adapter_files` every ProbeAdapter fails.
+    """
     config = ModelConfig.from_config(read_config(options.model_dir))
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config)
@@ -108,7 +119,8 @@ def build_engine(
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
     loader.start()
-    engine = _assemble(options, decoder, slab, loader, eos_token_ids, max_model_len)
+    check = DeltaChecker(adapter_files, config.shape, inbox.put).check
+    engine = _assemble(options, decoder, slab, loader, check, eos_token_ids, max_model_len)
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
 
 
@@ -129,6 +141,7 @@ def _assemble(
     decoder: Decoder,
     slab: Slab,
     loader: AdapterLoader,
+    check: StartCheck,
     eos_token_ids: frozenset[int],
     max_model_len: int,
 ) -> Engine:
@@ -157,7 +170,7 @@ def _assemble(
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
     runner = ModelRunner(decoder, slab, tiers)
     return Engine(
-        scheduler, runner, tiers, pool, slab, eviction, weight_bytes=decoder_bytes(decoder)
+        scheduler, runner, tiers, pool, slab, eviction, check, weight_bytes=decoder_bytes(decoder)
     )
 
 

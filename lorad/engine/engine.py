@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lorad.adapters.loader import LoadResult
@@ -12,35 +13,50 @@ from lorad.engine.adapter_tiers import AdapterTiers
 from lorad.engine.messages import (
     AbortRequest,
     AdapterLoaded,
+    AdapterProbed,
     AdapterUnloaded,
     CommandFailed,
     EngineStats,
     GenerationRequest,
     LoadAdapter,
     MemoryStats,
+    ProbeAdapter,
     StepRecord,
     TokenOutput,
     UnloadAdapter,
 )
 from lorad.engine.model_runner import ModelRunner
+from lorad.engine.probe import RecordedDelta
 from lorad.engine.request import Sequence
 from lorad.engine.scheduler import ScheduledBatch, Scheduler
 from lorad.errors import LoradError
+from lorad.memory.adapter_pool import ResidentAdapter
 from lorad.memory.eviction import Eviction
 from lorad.memory.page_pool import PagePool
 from lorad.memory.slab import Slab
 
 log = logging.getLogger(__name__)
 
-Message = GenerationRequest | AbortRequest | LoadAdapter | UnloadAdapter | LoadResult
-Output = TokenOutput | AdapterLoaded | AdapterUnloaded | CommandFailed
+ProbeResult = AdapterProbed | CommandFailed
+Message = (
+    GenerationRequest
+    | AbortRequest
+    | LoadAdapter
+    | ProbeAdapter
+    | UnloadAdapter
+    | LoadResult
+    | ProbeResult
+)
+Output = TokenOutput | AdapterLoaded | AdapterProbed | AdapterUnloaded | CommandFailed
+# Compares a probe with the files, elsewhere; the result comes back as a message.
+StartCheck = Callable[[ProbeAdapter, tuple[RecordedDelta, ...], float], None]
 
 STEPS_KEPT = 1024
 
 
 @dataclass(slots=True)
 class _PendingLoad:
-    command: LoadAdapter
+    command: LoadAdapter | ProbeAdapter
     started: float
 
 
@@ -60,6 +76,7 @@ class Engine:
         pool: PagePool,
         slab: Slab,
         eviction: Eviction,
+        start_check: StartCheck,
         *,
         weight_bytes: int = 0,
     ) -> None:
@@ -69,6 +86,7 @@ class Engine:
         self._pool = pool
         self._slab = slab
         self._eviction = eviction
+        self._start_check = start_check
         self._weight_bytes = weight_bytes
         self._loads: list[_PendingLoad] = []
         self._unloads: list[_PendingUnload] = []
@@ -85,12 +103,14 @@ class Engine:
                 self._scheduler.add(Sequence.from_request(message))
             case AbortRequest():
                 self._scheduler.abort(message.request_id)
-            case LoadAdapter():
+            case LoadAdapter() | ProbeAdapter():
                 self._loads.append(_PendingLoad(message, time.monotonic()))
             case UnloadAdapter():
                 self._begin_unload(message)
             case LoadResult():
                 self._finish_load(message)
+            case AdapterProbed() | CommandFailed():
+                self._outputs.append(message)
 
     def step(self) -> bool:
         """Run one batch, and whatever adapter commands can end now. False when there was none."""
@@ -195,13 +215,28 @@ class Engine:
                 self._outputs.append(answer)
         # An adapter is held until the last of several unloads of it has ended.
         self._scheduler.held = {unload.command.adapter.digest for unload in self._unloads}
-        for load in list(self._loads):
-            if (output := self._try_load(load)) is not None:
-                self._loads.remove(load)
-                self._outputs.append(output)
+        self._progress_loads()
 
-    def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
-        command = load.command
+    def _progress_loads(self) -> None:
+        may_probe = True  # one a step: those that run wait for no more than that
+        for load in list(self._loads):
+            command = load.command
+            if isinstance(command, ProbeAdapter) and not may_probe:
+                continue
+            ready = self._bring(command)
+            if ready is None:
+                continue
+            self._loads.remove(load)
+            if isinstance(ready, CommandFailed):
+                self._outputs.append(ready)
+            elif isinstance(command, ProbeAdapter):
+                self._probe(command, ready)
+                may_probe = False
+            else:
+                self._outputs.append(self._loaded(command, ready, load.started))
+
+    def _bring(self, command: LoadAdapter | ProbeAdapter) -> ResidentAdapter | CommandFailed | None:
+        """The adapter once it is on the device; None while it is on its way."""
         if command.adapter.digest in self._scheduler.held:
             return None
         readiness = self._adapters.prepare(command.adapter, "command")
@@ -215,12 +250,28 @@ class Engine:
         resident = self._adapters.get(command.adapter.digest)
         if resident is None or readiness != "ready":
             return None
+        return resident
+
+    def _loaded(
+        self, command: LoadAdapter, resident: ResidentAdapter, started: float
+    ) -> AdapterLoaded:
         if command.pin is not None:
             self._adapters.pin(resident.digest, command.pin)
-        seconds = time.monotonic() - load.started
+        seconds = time.monotonic() - started
         return AdapterLoaded(
             command.command_id, resident.num_pages, resident.layout.nbytes, seconds
         )
+
+    def _probe(self, command: ProbeAdapter, resident: ResidentAdapter) -> None:
+        clock = time.perf_counter()
+        try:
+            recorded = self._runner.probe(resident.factors, command.token_ids)
+        except Exception as error:
+            log.exception("a probe of %s failed", command.adapter)
+            failed = LoradError("engine.failed", f"the engine failed in a probe: {error}")
+            self._outputs.append(CommandFailed(command.command_id, failed))
+            return
+        self._start_check(command, recorded, time.perf_counter() - clock)
 
     def _try_unload(self, unload: _PendingUnload) -> AdapterUnloaded | CommandFailed | None:
         command = unload.command

@@ -107,6 +107,19 @@ class LoadAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeAdapter:
+    """Compare what the engine adds for an adapter with what the version's files say.
+
+    Brings it onto the device, and runs one forward pass of the tokens, a dozen or so, between
+    two steps. Answered by AdapterProbed, or by CommandFailed (`selftest.failed` when they differ).
+    """
+
+    command_id: str
+    adapter: AdapterRef
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UnloadAdapter:
     """Let running requests finish, then free the device pages and the host copy.
 
@@ -140,6 +153,19 @@ class AdapterLoaded:
     pages: int
     bytes: int
     seconds: float  # from the command to residency on the device
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterProbed:
+    """Every delta is what the files say, but for rounding.
+
+    `error` is the largest difference of a module's delta, in norm, relative to that delta.
+    """
+
+    command_id: str
+    modules: int  # that the adapter has factors for
+    error: float
+    seconds: float  # for which the steps waited
 
 
 @dataclass(frozen=True, slots=True)

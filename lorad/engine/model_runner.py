@@ -17,6 +17,7 @@ from lorad_kernels import (
 from numpy.typing import NDArray
 
 from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.probe import DeltaRecorder, RecordedDelta, probe_batch, scratch_kv
 from lorad.engine.sampler import Sampled, sample
 from lorad.engine.scheduler import ScheduledBatch, ScheduledSequence
 from lorad.memory.slab import Slab
@@ -43,6 +44,16 @@ class _StepTables:
             self._tables = step_tables(adapters, self._packed, self._device)
         return self._tables
 
+    def beside(self, adapter: AdapterFactors) -> tuple[tuple[tuple[FactorTable, ...], ...], int]:
+        """The last step's tables with one more adapter, if it is not in them, and its slot.
+
+        So the next step needs no new packing.
+        """
+        slots = [slot for slot, known in enumerate(self._adapters) if known is adapter]
+        if slots:
+            return self._tables, slots[0]
+        return self.of([*self._adapters, adapter]), len(self._adapters) - 1
+
 
 def _same(left: Sequence[AdapterFactors], right: Sequence[AdapterFactors]) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
@@ -61,6 +72,15 @@ class ModelRunner:
         """One result per item of `batch.sampled`, in that order."""
         logits = self._decoder.forward(self._forward_batch(batch), self._kv)
         return sample(logits, [item.sequence for item in batch.sampled])
+
+    @torch.inference_mode()
+    def probe(self, adapter: AdapterFactors, token_ids: Sequence[int]) -> tuple[RecordedDelta, ...]:
+        """Every delta of an adapter for one prompt. Takes no page, and touches none but to read."""
+        tables, slot = self._tables.beside(adapter)
+        recorder = DeltaRecorder(self._slab.data, tables, slot, len(token_ids))
+        batch = probe_batch(token_ids, recorder, self._decoder.device)
+        self._decoder.forward(batch, scratch_kv(self._decoder, len(token_ids)))
+        return tuple(recorder.recorded)
 
     def _forward_batch(self, batch: ScheduledBatch) -> ForwardBatch:
         token_ids: list[int] = []

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from lorad_kernels import AttentionBatch, FactorTable, LoraSegments
+from lorad_kernels import AttentionBatch, FactorTable, LoraSegments, add_lora
 from torch import Tensor
+
+
+class Deltas(Protocol):
+    """What adapters add to a projection's output."""
+
+    def add(
+        self, y: Tensor, x: Tensor, layer: int, projection: int, slice_starts: Sequence[int]
+    ) -> None:
+        """Add the rows' deltas to y `[T, out]`, in place, for the input x `[T, in]`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +28,11 @@ class LoraBatch:
     tables: Sequence[Sequence[FactorTable]]  # [layer][projection], each by slot and slice
     segments: LoraSegments
 
+    def add(
+        self, y: Tensor, x: Tensor, layer: int, projection: int, slice_starts: Sequence[int]
+    ) -> None:
+        add_lora(y, x, self.slab, self.tables[layer][projection], slice_starts, self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
@@ -26,4 +42,4 @@ class ForwardBatch:
     positions: Tensor  # [T] int64
     attention: AttentionBatch
     logits_rows: Tensor  # [S] int64: rows whose next token is wanted
-    lora: LoraBatch | None
+    lora: Deltas | None

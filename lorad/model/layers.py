@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import BaseLinear, add_lora
+from lorad_kernels import BaseLinear
 from torch import Tensor
 
 from lorad.model.config import ModelConfig, RopeScaling
-from lorad.model.forward_batch import LoraBatch
+from lorad.model.forward_batch import Deltas
 from lorad.sizing.model_shape import Projection
 
 
@@ -66,12 +66,11 @@ class FusedLinear:
     index: int  # position in ModelShape.projections
     slice_starts: tuple[int, ...]
 
-    def __call__(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+    def __call__(self, x: Tensor, lora: Deltas | None) -> Tensor:
         """x `[T, in]` -> `[T, out]`: the base for all rows at once, then the rows' deltas."""
         y = self.base(x)
         if lora is not None:
-            table = lora.tables[self.layer][self.index]
-            add_lora(y, x, lora.slab, table, self.slice_starts, lora.segments)
+            lora.add(y, x, self.layer, self.index, self.slice_starts)
         return y
 
 

@@ -80,7 +80,13 @@ def counts_info(counts: Counts) -> CountsInfo:
 
 
 def self_test_info(result: SelfTestResult | None) -> SelfTestInfo | None:
-    return {"prompts": result.prompts, "effect": result.effect} if result else None
+    if result is None:
+        return None
+    return {
+        "prompts": result.prompts,
+        "effect": result.effect,
+        "delta_error": result.delta_error,
+    }
 
 
 def canary_result(move: CanaryMove, *, dry_run: bool) -> CanaryResult:

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lorad.adapter_ref import AdapterRef
-from lorad.engine.messages import GenerationRequest, RequestOutput, SamplingParams, TokenLogprob
+from lorad.engine.messages import (
+    AdapterProbed,
+    GenerationRequest,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 from lorad.errors import LoradError
 from lorad.model.chat_template import ChatTemplate
 from lorad.model.tokenizer import Tokenizer
@@ -27,21 +33,28 @@ _PROMPTS = (
     "¿Qué hora es?",
 )
 _TOKENS = 4
+# For the comparison with the files: the steps wait for one forward pass of so many tokens.
+_PROBE = "1, 2, 3, def f(x): ¿Qué hora es?"
+_PROBE_TOKENS = 12
 _AT_ONCE = 8  # checks that run beside each other
 _SHOWN = 10
 _REMEMBERED = 4096  # contents that have passed
 
 
-class Generates(Protocol):
+class TriesVersions(Protocol):
+    async def probe_adapter(self, ref: AdapterRef, token_ids: tuple[int, ...]) -> AdapterProbed: ...
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """`effect`: the largest change of a log-probability against the base model, in nats."""
+    """`effect`: the largest change of a log-probability against the base model, in nats.
+    `delta_error`: how far a module's delta is from what the files say, relative, at most."""
 
     prompts: int
     effect: float
+    delta_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class SelfTest:
     """Runs on the event loop, in the same batches as everything else."""
 
     def __init__(
-        self, engine: Generates, tokenizer: Tokenizer, chat_template: ChatTemplate | None
+        self, engine: TriesVersions, tokenizer: Tokenizer, chat_template: ChatTemplate | None
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -63,19 +76,30 @@ class SelfTest:
         self._passed: OrderedDict[str, SelfTestResult] = OrderedDict()  # by digest
 
     async def run(self, ref: AdapterRef) -> SelfTestResult:
-        """Raises `selftest.failed` when an answer meets NaN or infinity, or does not come.
+        """Raises `selftest.failed` when a module's delta is not what the version's files say, or
+        when an answer meets NaN or infinity, or does not come.
 
         Content that has passed once is not tried again while the daemon lives: it cannot change.
         """
         if ref.digest in self._passed:
             return self._passed[ref.digest]
-        result = await self._tried(ref)
+        probed = await self._probed(ref)
+        result = await self._tried(ref, probed.error)
         self._passed[ref.digest] = result
         if len(self._passed) > _REMEMBERED:
             self._passed.popitem(last=False)
         return result
 
-    async def _tried(self, ref: AdapterRef) -> SelfTestResult:
+    async def _probed(self, ref: AdapterRef) -> AdapterProbed:
+        tokens = tuple(self._tokenizer.encode(_PROBE)[:_PROBE_TOKENS]) or (0,)
+        try:
+            return await self._engine.probe_adapter(ref, tokens)
+        except LoradError as error:
+            if error.code != "selftest.failed":
+                raise
+            raise _failed(ref, error, error.hint) from error
+
+    async def _tried(self, ref: AdapterRef, delta_error: float) -> SelfTestResult:
         prompts = [tuple(self._tokenizer.encode(text)) or (0,) for text in _PROMPTS]
         runs = [self._answer(p, who, _TOKENS, stop=False) for p in prompts for who in (ref, None)]
         try:
@@ -83,18 +107,14 @@ class SelfTest:
         except LoradError as error:
             if error.code in ("queue.full", "daemon.stopping"):
                 raise
-            raise LoradError(
-                "selftest.failed",
-                f"{ref} fails its self-test: {error.message}",
-                hint="push another checkpoint; the name still points where it did",
-                details={"adapter": str(ref.name), "version": ref.version, "code": error.code},
-            ) from error
+            hint = "push another checkpoint; the name still points where it did"
+            raise _failed(ref, error, hint) from error
         effect = max(_difference(answers[i], answers[i + 1]) for i in range(0, len(answers), 2))
         if not math.isfinite(effect):
             raise LoradError(
                 "selftest.failed", f"{ref} gives log-probabilities that are not finite"
             )
-        return SelfTestResult(len(prompts), effect)
+        return SelfTestResult(len(prompts), effect, delta_error)
 
     async def check(self, ref: AdapterRef, checks: Sequence[Check]) -> None:
         """Raises `check.failed` with the answers that were not as they must be."""
@@ -142,6 +162,16 @@ class SelfTest:
                 tokens += output.token_ids
                 logprobs += output.logprobs
         return _Answer(text, tuple(tokens), tuple(logprobs))
+
+
+def _failed(ref: AdapterRef, error: LoradError, hint: str) -> LoradError:
+    about = {"adapter": str(ref.name), "version": ref.version, "code": error.code}
+    return LoradError(
+        "selftest.failed",
+        f"{ref} fails its self-test: {error.message}",
+        hint=hint,
+        details={**error.details, **about},
+    )
 
 
 def _closable(outputs: AsyncIterator[RequestOutput]) -> Any:

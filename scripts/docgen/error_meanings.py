@@ -70,7 +70,8 @@ CODES = {
     "adapter.init_mutates_base": "The adapter's initialisation changed the base model, so it does "
     "not belong to the plain one.",
     "adapter.too_large": "A file or header is larger than any adapter's.",
-    "selftest.failed": "The version answers with NaN or not at all; nothing was promoted.",
+    "selftest.failed": "The engine adds another delta than the version's files say, or the version "
+    "answers with NaN or not at all; nothing was promoted.",
     "version.exists": "The label or the content belongs to another version already.",
     "version.live": "The version is live; promote another one first.",
     "version.failed": "The version's stored files are damaged, so it cannot be served.",
