@@ -38,14 +38,12 @@ def compile_script() -> ModuleType:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_variant_compiles_and_serving_ones_do_not_spill(capability):
+def test_every_variant_compiles_and_none_spills(capability):
     script = compile_script()
     spilled = {}
     for variant in script.variants():
         usage = script.compile_variant(variant, capability)
         assert usage.registers > 0
-        # ptxas trades a few registers for occupancy in float32, and on sm_100 for 16 bits.
-        allowed = 16 if capability == 100 or variant.dtype == "fp32" else 0
-        if usage.stack > allowed:
+        if usage.stack:
             spilled[variant.name, variant.dtype] = usage
     assert not spilled
