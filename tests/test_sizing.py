@@ -332,9 +332,9 @@ def test_slab_is_whole_pages_and_refuses_nothing_at_all():
 
 def test_device_slab_is_what_weights_and_scratch_leave():
     shape = ModelShape.from_config(LLAMA_31_8B)
-    scratch = scratch_bytes(shape, 8192, 32, 2, 16)
+    scratch = scratch_bytes(shape, 8192, 32, 2, 16, max_model_len=4096, block_size=16)
     assert 0 < scratch.low < scratch.reserved < scratch.high
-    wider = scratch_bytes(shape, 8192, 32, 2, 64)
+    wider = scratch_bytes(shape, 8192, 32, 2, 64, max_model_len=4096, block_size=16)
     assert wider.reserved - scratch.reserved == 8192 * 3 * 48 * 4 * 3 // 2
     weights = weight_bytes(shape, 2)
     slab = device_slab_bytes(80 * 10**9, 0.9, weights, scratch.reserved)

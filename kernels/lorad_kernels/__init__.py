@@ -1,10 +1,12 @@
 """The operations lorad adds to a decoder: LoRA deltas for mixed batches, and paged attention."""
 
-from lorad_kernels.auto import prepare
+from lorad_kernels.auto import captures, prepare
 from lorad_kernels.factors import (
+    FIELDS,
     AdapterFactors,
     FactorTable,
     LoraFactors,
+    alignment,
     pack_adapter,
     step_tables,
 )
@@ -19,9 +21,11 @@ from lorad_kernels.ops import (
     silu_mul,
     write_kv,
 )
-from lorad_kernels.segments import LoraSegments, Segment, group_rows
+from lorad_kernels.segments import SHORT_ROWS, LoraSegments, Segment, group_rows
 
 __all__ = [
+    "FIELDS",
+    "SHORT_ROWS",
     "AdapterFactors",
     "AttentionBatch",
     "BaseLinear",
@@ -31,7 +35,9 @@ __all__ = [
     "Segment",
     "add_lora",
     "add_rms_norm",
+    "alignment",
     "base_linear",
+    "captures",
     "group_rows",
     "pack_adapter",
     "paged_attention",

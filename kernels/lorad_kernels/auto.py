@@ -92,3 +92,13 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
         from lorad_kernels import cpu
 
         cpu.compile_kernels(dtype)
+
+
+def captures(device: torch.device, head_dim: int) -> bool:
+    """Whether a decode step may be captured: no kernel of it takes its work from the host.
+
+    The reference reads contexts and segments on the host, and serves the widest heads.
+    """
+    if device.type == "cuda":
+        return importlib.util.find_spec("triton") is not None and head_dim <= 256
+    return device.type == "cpu" and head_dim % 16 == 0

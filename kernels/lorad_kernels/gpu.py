@@ -61,12 +61,15 @@ def paged_attention(
 def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    fused = triton_fused if triton_fused.norms(x, delta, weight) else reference
-    return fused.add_rms_norm(x, delta, weight, eps, dtype)
+    if triton_fused.norms(x, delta, weight):
+        return triton_fused.add_rms_norm(x, delta, weight, eps, dtype)
+    return reference.add_rms_norm(x, delta, weight, eps, dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    return (triton_fused if gate_up.is_contiguous() else reference).silu_mul(gate_up)
+    if gate_up.is_contiguous():
+        return triton_fused.silu_mul(gate_up)
+    return reference.silu_mul(gate_up)
 
 
 def rotate_and_store(
@@ -79,9 +82,12 @@ def rotate_and_store(
     v_cache: Tensor,
     batch: AttentionBatch,
 ) -> Tensor:
-    fused = triton_fused if triton_fused.rotates(q, k, v, cos, k_cache, v_cache) else reference
-    return fused.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+    if triton_fused.rotates(q, k, v, cos, k_cache, v_cache):
+        return triton_fused.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+    return reference.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
 
 
 def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    return (triton_fused if x.is_contiguous() else reference).row_max(x)
+    if x.is_contiguous():
+        return triton_fused.row_max(x)
+    return reference.row_max(x)

@@ -1,7 +1,8 @@
 """What lies between a decoder's matmuls on a GPU, each one pass over its rows.
 
-Plain torch takes some thirty launches a layer for these, here it is four. No program looks at more than one row, and how
-a row is cut follows from its width alone: it has the same bits in any batch.
+Plain torch takes some thirty launches a layer for these, here it is four. No program looks at
+more than one row, and how a row is cut follows from its width alone: it has the same bits in any
+batch.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def rotate_store_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + half, (b * c + a * s).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _greatest(value, index):  # type: ignore[no-untyped-def]
     """The greatest of a block, NaN if there is one, and the index of its first place."""
     broken = tl.max((value != value).to(tl.int32), 0) > 0
@@ -154,7 +155,7 @@ def norms(x: Tensor, delta: Tensor | None, weight: Tensor) -> bool:
 
 def norm_warps(width: int) -> int:
     """So many that a thread holds no more than 32 elements."""
-    return max(1, min(16, triton.next_power_of_2(width) // 512))
+    return max(1, min(16, int(triton.next_power_of_2(width)) // 512))
 
 
 def add_rms_norm(

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
+from lorad_kernels import captures
 
 from lorad.adapter_ref import AdapterRef
 from lorad.adapters.host_cache import HostCache
 from lorad.adapters.loader import AdapterLoader
 from lorad.adapters.weights import AdapterWeights
 from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from lorad.engine.engine import Engine, Message
 from lorad.engine.model_runner import ModelRunner
 from lorad.engine.scheduler import Scheduler, SchedulerLimits
@@ -58,6 +61,7 @@ class EngineOptions:
     max_cpu_loras: int = 256
     adapter_wait: float = 5.0
     threads: int = 0
+    cuda_graphs: bool = True
     slab_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     block_size: int = 16
@@ -104,11 +108,15 @@ def build_engine(
         max_positions=max_model_len,
         progress=progress,
     )
-    slab = _allocate_slab(options, config, dtype, device, max_model_len)
+    capture = _capture(options, config, device)
+    slab = _allocate_slab(
+        options, config, dtype, device, max_model_len, scratch_page=capture is not None
+    )
+    graphs = _graphs(options, decoder, slab, max_model_len, capture) if capture else None
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
     loader.start()
-    engine = _assemble(options, decoder, slab, loader, eos_token_ids, max_model_len)
+    engine = _assemble(options, decoder, slab, graphs, loader, eos_token_ids, max_model_len)
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
 
 
@@ -128,6 +136,7 @@ def _assemble(
     options: EngineOptions,
     decoder: Decoder,
     slab: Slab,
+    graphs: DecodeGraphs | None,
     loader: AdapterLoader,
     eos_token_ids: frozenset[int],
     max_model_len: int,
@@ -155,10 +164,33 @@ def _assemble(
         adapter_wait=options.adapter_wait,
     )
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
-    runner = ModelRunner(decoder, slab, tiers)
+    runner = ModelRunner(decoder, slab, tiers, graphs)
     return Engine(
         scheduler, runner, tiers, pool, slab, eviction, weight_bytes=decoder_bytes(decoder)
     )
+
+
+def _capture(options: EngineOptions, config: ModelConfig, device: torch.device) -> Capture | None:
+    """What records decode steps; None where they are launched kernel by kernel."""
+    if device.type != "cuda" or not captures(device, config.shape.head_dim):
+        return None
+    return CudaCapture(device) if options.cuda_graphs else None
+
+
+def _graphs(
+    options: EngineOptions, decoder: Decoder, slab: Slab, max_model_len: int, capture: Capture
+) -> DecodeGraphs:
+    started = time.monotonic()
+    graphs = DecodeGraphs(
+        decoder,
+        slab,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        max_lora_rank=options.max_lora_rank,
+        capture=capture,
+    )
+    log.info("captured %d decode steps in %.1f s", graphs.count, time.monotonic() - started)
+    return graphs
 
 
 def decoder_bytes(decoder: Decoder) -> int:
@@ -221,10 +253,13 @@ def _allocate_slab(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    *,
+    scratch_page: bool,
 ) -> Slab:
     nbytes = page_bytes(config.shape, options.block_size, dtype.itemsize)
     pages = plan_slab(
-        options.slab_bytes or _slab_budget(options, config.shape, dtype, device), nbytes
+        options.slab_bytes or _slab_budget(options, config.shape, dtype, device, max_model_len),
+        nbytes,
     )
     needed = -(-max_model_len // options.block_size)
     for_kv = pages - int(options.adapter_floor * pages)
@@ -238,7 +273,14 @@ def _allocate_slab(
         )
     log.info("slab: %d pages of %d bytes on %s", pages, nbytes, device)
     try:
-        return Slab.allocate(config.shape, pages, options.block_size, dtype, device)
+        return Slab.allocate(
+            config.shape,
+            pages,
+            options.block_size,
+            dtype,
+            device,
+            scratch_page=scratch_page,
+        )
     except RuntimeError as error:  # torch's kinds of "out of memory" are all of this one
         raise LoradError(
             "memory.no_capacity",
@@ -248,7 +290,11 @@ def _allocate_slab(
 
 
 def _slab_budget(
-    options: EngineOptions, shape: ModelShape, dtype: torch.dtype, device: torch.device
+    options: EngineOptions,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
 ) -> int:
     """Bytes for the slab: what `loractl plan` prints, unless others fill the card already."""
     if device.type != "cuda":
@@ -259,6 +305,8 @@ def _slab_budget(
         options.max_num_seqs,
         dtype.itemsize,
         options.max_lora_rank,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
     ).reserved
     free, total = torch.cuda.mem_get_info(device)
     weights = weight_bytes(shape, dtype.itemsize)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
-from lorad_kernels import (
-    AdapterFactors,
-    AttentionBatch,
-    FactorTable,
-    group_rows,
-    pack_adapter,
-    step_tables,
-)
-from numpy.typing import NDArray
+from lorad_kernels import AdapterFactors, AttentionBatch, FactorTable, step_tables
+from torch import Tensor
 
 from lorad.engine.adapter_tiers import AdapterTiers
-from lorad.engine.sampler import Sampled, sample
-from lorad.engine.scheduler import ScheduledBatch, ScheduledSequence
+from lorad.engine.decode_graphs import DecodeGraphs
+from lorad.engine.sampler import Sampled, greedy_tokens, sample
+from lorad.engine.scheduler import ScheduledBatch
+from lorad.engine.step_inputs import PackedAdapters, StepInputs, same_adapters, step_inputs
 from lorad.memory.slab import Slab
 from lorad.model.decoder import Decoder, KVCacheViews
 from lorad.model.forward_batch import ForwardBatch, LoraBatch
@@ -29,94 +21,76 @@ class _StepTables:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._adapters: Sequence[AdapterFactors] = ()
-        self._packed: list[NDArray[np.int64]] = []
+        self._packed = PackedAdapters()
+        self._adapters: list[AdapterFactors] = []
         self._tables: tuple[tuple[FactorTable, ...], ...] = ()
 
-    def of(self, adapters: Sequence[AdapterFactors]) -> tuple[tuple[FactorTable, ...], ...]:
-        """`[layer][projection]`, by slot. An adapter that moved has other factors objects."""
-        if not _same(adapters, self._adapters):
-            # Objects are told apart by identity, and kept here so that none is reused.
-            known = {id(a): p for a, p in zip(self._adapters, self._packed, strict=True)}
-            self._packed = [known[id(a)] if id(a) in known else pack_adapter(a) for a in adapters]
+    def of(self, adapters: list[AdapterFactors]) -> tuple[tuple[FactorTable, ...], ...]:
+        """`[layer][projection]`, by slot."""
+        if not same_adapters(adapters, self._adapters):
             self._adapters = adapters
-            self._tables = step_tables(adapters, self._packed, self._device)
+            self._tables = step_tables(adapters, self._packed.of(adapters), self._device)
         return self._tables
 
 
-def _same(left: Sequence[AdapterFactors], right: Sequence[AdapterFactors]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
-
-
 class ModelRunner:
-    def __init__(self, decoder: Decoder, slab: Slab, adapters: AdapterTiers) -> None:
+    """`graphs`, where there are any, run the steps that they serve; other steps are eager."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        slab: Slab,
+        adapters: AdapterTiers,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._decoder = decoder
         self._slab = slab
         self._adapters = adapters
+        self._graphs = graphs
         self._kv = KVCacheViews(*slab.kv_views(decoder.config.shape))
         self._tables = _StepTables(decoder.device)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> list[Sampled]:
         """One result per item of `batch.sampled`, in that order."""
-        logits = self._decoder.forward(self._forward_batch(batch), self._kv)
-        return sample(logits, [item.sequence for item in batch.sampled])
+        step = step_inputs(batch, self._adapters, self._slab.block_size)
+        logits, tokens = self._captured(step) or self._eager(step)
+        return sample(logits, [item.sequence for item in batch.sampled], tokens)
 
-    def _forward_batch(self, batch: ScheduledBatch) -> ForwardBatch:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        logits_rows: list[int] = []
-        for item in batch.items:
-            end = item.start + item.count
-            token_ids += item.sequence.tokens[item.start : end]
-            positions += range(item.start, end)
-            if item.samples:
-                logits_rows.append(len(token_ids) - 1)
-        return ForwardBatch(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
-            attention=self._attention(batch.items, positions),
-            logits_rows=self._tensor(logits_rows),
-            lora=self._lora(batch.items),
-        )
-
-    def _attention(
-        self, items: tuple[ScheduledSequence, ...], positions: list[int]
-    ) -> AttentionBatch:
-        size = self._slab.block_size
-        tables = [item.sequence.block_table for item in items]
-        longest = max(map(len, tables))
-        padded = [table + table[:1] * (longest - len(table)) for table in tables]
-        starts = [0]
-        pages: list[int] = []
-        for item in items:
-            starts.append(starts[-1] + item.count)
-            table = item.sequence.block_table
-            pages += [table[p // size] for p in range(item.start, item.start + item.count)]
-        context_lens = tuple(item.start + item.count for item in items)
-        return AttentionBatch(
-            query_starts=tuple(starts),
-            context_lens=context_lens,
-            num_decodes=sum(item.count == 1 for item in items),
-            block_tables=self._tensor(padded),
-            context_lens_device=self._tensor(context_lens),
-            kv_pages=self._tensor(pages),
-            kv_offsets=self._tensor([p % size for p in positions]),
-        )
-
-    def _lora(self, items: tuple[ScheduledSequence, ...]) -> LoraBatch | None:
-        digests = list(dict.fromkeys(i.sequence.digest for i in items if i.sequence.digest))
-        if not digests:
+    def _captured(self, step: StepInputs) -> tuple[Tensor, Tensor] | None:
+        if self._graphs is None or not self._graphs.serves(step):
             return None
-        factors = [a.factors for digest in digests if (a := self._adapters.get(digest))]
-        if len(factors) < len(digests):
-            raise RuntimeError("a running adapter is not on the device")
-        slots = {digest: slot for slot, digest in enumerate(digests)}
-        segments = group_rows(
-            [slots[i.sequence.digest] if i.sequence.digest else None for i in items],
-            [i.count for i in items],
+        self._graphs.fill(step)
+        return self._graphs.replay()
+
+    def _eager(self, step: StepInputs) -> tuple[Tensor, Tensor]:
+        logits = self._decoder.forward(self._forward_batch(step), self._kv)
+        return logits, greedy_tokens(logits)
+
+    def _forward_batch(self, step: StepInputs) -> ForwardBatch:
+        lora = None
+        if step.segments is not None:
+            lora = LoraBatch(self._slab.data, self._tables.of(step.adapters), step.segments)
+        return ForwardBatch(
+            token_ids=self._tensor(step.token_ids),
+            positions=self._tensor(step.positions),
+            attention=self._attention(step),
+            logits_rows=self._tensor(step.logits_rows),
+            lora=lora,
         )
-        return LoraBatch(self._slab.data, self._tables.of(factors), segments)
+
+    def _attention(self, step: StepInputs) -> AttentionBatch:
+        longest = max(map(len, step.block_tables))
+        padded = [table + table[:1] * (longest - len(table)) for table in step.block_tables]
+        return AttentionBatch(
+            query_starts=tuple(step.query_starts),
+            context_lens=tuple(step.context_lens),
+            num_decodes=step.num_decodes,
+            block_tables=self._tensor(padded),
+            context_lens_device=self._tensor(step.context_lens),
+            kv_pages=self._tensor(step.kv_pages),
+            kv_offsets=self._tensor(step.kv_offsets),
+        )
 
     def _tensor(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._decoder.device)
