@@ -305,7 +305,7 @@ def _convert(raw: Any, kind: type, metadata: Mapping[str, Any]) -> Any:
 def _parsed(text: str, kind: type) -> Any:
     """A variable's text as the number or truth it is to be, or as it is when it is none."""
     if kind is bool:
-        return {"true": True, "false": False}.get(text, text)
+        return {"true": True, "false": False}.get(text.lower(), text)
     try:
         return kind(text)
     except ValueError:

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parent
-CASES = TESTS / "triton_interpreter_cases.py"
+CASES = [str(TESTS / f"triton_{name}_cases.py") for name in ("interpreter", "fused")]
 
 
 def test_kernels_are_right_under_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=900, cwd=TESTS.parent
     )
