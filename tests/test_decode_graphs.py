@@ -14,7 +14,7 @@ import torch
 
 from lorad.engine import build
 from lorad.engine.decode_graphs import DecodeGraphs, as_it_is
-from lorad.engine.model_runner import ModelRunner
+from lorad.engine.eager_steps import EagerSteps
 from lorad.engine.step_inputs import StepInputs
 from lorad.memory.slab import Slab
 from lorad.model.config import ModelConfig
@@ -41,20 +41,18 @@ def adapters(tiny_model, random_adapter, tmp_path_factory) -> dict[str, Path]:
 def compared(monkeypatch) -> list[int]:
     """Engines capture, and every captured step is run eagerly too; sizes of those compared."""
     monkeypatch.setattr(build, "_capture", lambda options, config, device: as_it_is)
-    captured, sizes = ModelRunner._captured, []
+    captured, sizes = DecodeGraphs.run, []
 
     def both(self, step):
-        ours = captured(self, step)
-        if ours is not None:
-            logits, tokens = (tensor.clone() for tensor in ours)
-            want, want_tokens = self._eager(step)
-            assert torch.equal(tokens, want_tokens)
-            # Bit for bit, but for matmuls that choose another kernel at another batch size.
-            assert torch.allclose(logits, want, rtol=0, atol=4e-6 * float(want.abs().max()))
-            sizes.append(len(tokens))
-        return ours
+        logits, tokens = (tensor.clone() for tensor in captured(self, step))
+        want, want_tokens = EagerSteps(self._decoder, self._slab).run(step)
+        assert torch.equal(tokens, want_tokens)
+        # Bit for bit, but for matmuls that choose another kernel at another batch size.
+        assert torch.allclose(logits, want, rtol=0, atol=4e-6 * float(want.abs().max()))
+        sizes.append(len(tokens))
+        return logits, tokens
 
-    monkeypatch.setattr(ModelRunner, "_captured", both)
+    monkeypatch.setattr(DecodeGraphs, "run", both)
     return sizes
 
 
@@ -141,8 +139,7 @@ def test_padding_writes_to_the_page_of_nobody(tiny_model):
     graphs, slab = graphs_of(tiny_model("llama"), 8)
     step = decode([5, 6, 7, 8, 9], [3, 0, 11, 4, 5])
     assert graphs.serves(step)
-    graphs.fill(step)
-    logits, tokens = graphs.replay()
+    logits, tokens = graphs.run(step)
     assert logits.shape == (5, 256)
     assert logits.isfinite().all() and (tokens >= 0).all()
     pages = slab.data.view(PAGES + 1, -1)
@@ -156,8 +153,7 @@ def test_what_nan_a_row_reads_is_its_own(tiny_model):
     graphs, _ = graphs_of(tiny_model("llama"), 4)
     step = decode([5, 6, 7], [0, 1, 2])
     broken = dataclasses.replace(step, positions=[0, 1, 0], kv_offsets=[0, 1, 0])
-    graphs.fill(dataclasses.replace(broken, context_lens=[1, 2, 1]))
-    logits, tokens = graphs.replay()
+    logits, tokens = graphs.run(dataclasses.replace(broken, context_lens=[1, 2, 1]))
     assert tokens[1] == -1 and (tokens[[0, 2]] >= 0).all()
     assert logits[[0, 2]].isfinite().all()
 

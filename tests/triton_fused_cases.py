@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from lorad_kernels import AttentionBatch, LoraFactors, auto, gpu, group_rows, triton_fused
 
 from lorad.engine.decode_graphs import DecodeGraphs, as_it_is
-from lorad.engine.model_runner import ModelRunner
+from lorad.engine.eager_steps import EagerSteps
 from lorad.engine.step_inputs import StepInputs
 from lorad.memory.slab import Slab
 from lorad.model.config import ModelConfig
@@ -166,7 +166,7 @@ def test_fixed_grids_compute_the_same_bits(decoder, monkeypatch):
     graphs = DecodeGraphs(
         decoder, slab, max_num_seqs=4, max_model_len=1000, max_lora_rank=20, capture=as_it_is
     )
-    eager = ModelRunner(decoder, slab, None, None)
+    eager = EagerSteps(decoder, slab)
     first, second = adapter(shape, 3, 0), adapter(shape, 16, 4096)
     for contexts, slots, used in (
         ([1, 300, 33], [None, 0, 1], [first, second]),
@@ -175,14 +175,13 @@ def test_fixed_grids_compute_the_same_bits(decoder, monkeypatch):
     ):
         step = decode_step(contexts, slots, used)
         assert graphs.serves(step)
-        graphs.fill(step)
-        logits, tokens = (tensor.clone() for tensor in graphs.replay())
-        want, want_tokens = eager._eager(step)
+        logits, tokens = (tensor.clone() for tensor in graphs.run(step))
+        want, want_tokens = eager.run(step)
         assert torch.equal(tokens, want_tokens)
         # torch's own matmuls may differ in the last bit between four rows and three.
         assert torch.allclose(logits, want, rtol=1e-6, atol=1e-6)
         if used:
-            base, _ = eager._eager(decode_step(contexts, slots, []))
+            base, _ = eager.run(decode_step(contexts, slots, []))
             assert not torch.allclose(want, base, rtol=0.01)
     assert not graphs.serves(decode_step([5], [0], [adapter(shape, 21, 0)]))
     assert not graphs.serves(decode_step([5], [0], [adapter(shape, 8, 8)]))

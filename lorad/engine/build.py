@@ -109,6 +109,20 @@ def build_engine(
         progress=progress,
     )
     capture = _capture(options, config, device)
+    return assemble(options, config, decoder, read_adapter, eos_token_ids, max_model_len, capture)
+
+
+def assemble(
+    options: EngineOptions,
+    config: ModelConfig,
+    decoder: Decoder,
+    read_adapter: ReadAdapter,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+    capture: Capture | None,
+) -> BuiltEngine:
+    """An engine around a decoder that is loaded. Raises `memory.no_capacity`."""
+    device, dtype = decoder.device, decoder.dtype
     slab = _allocate_slab(
         options, config, dtype, device, max_model_len, scratch_page=capture is not None
     )
@@ -116,7 +130,7 @@ def build_engine(
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
     loader.start()
-    engine = _assemble(options, decoder, slab, graphs, loader, eos_token_ids, max_model_len)
+    engine = _engine(options, decoder, slab, graphs, loader, eos_token_ids, max_model_len)
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
 
 
@@ -132,7 +146,7 @@ def _reader(
     return read
 
 
-def _assemble(
+def _engine(
     options: EngineOptions,
     decoder: Decoder,
     slab: Slab,

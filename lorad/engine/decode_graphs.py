@@ -54,7 +54,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """`serves` a step? Then `fill` it in and `replay`: its logits and greedy tokens."""
+    """A step that it `serves`, it can `run`: fill the buffers, and replay."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class DecodeGraphs:
         self._sizes = graph_rows(max_num_seqs)
         rows = self._sizes[-1]
         self._decoder = decoder
+        self._slab = slab
         self._kv = KVCacheViews(*slab.kv_views(shape))
         self._buffers = DecodeBuffers(shape, slab, rows, max_model_len, max_lora_rank)
         self._logits = torch.zeros(rows, shape.vocab_size, dtype=decoder.dtype, device=device)
@@ -98,6 +99,11 @@ class DecodeGraphs:
         small = step.only_decodes and len(step.token_ids) <= self._buffers.rows
         return small and self._buffers.fits(step.adapters)
 
+    def run(self, step: StepInputs) -> tuple[Tensor, Tensor]:
+        """As EagerSteps.run, of a step that is served; valid until the next one."""
+        self.fill(step)
+        return self.replay()
+
     def fill(self, step: StepInputs) -> None:
         """Write a step that is served into the buffers."""
         count = len(step.token_ids)
@@ -106,7 +112,7 @@ class DecodeGraphs:
         self._filled = (count, size, step.segments is not None)
 
     def replay(self) -> tuple[Tensor, Tensor]:
-        """Logits `[n, vocab]` and `greedy_tokens` `[n]` of what was filled, until the next one."""
+        """Logits `[n, vocab]` and `greedy_tokens` `[n]` of what was filled in."""
         count, size, lora = self._filled
         self._replays[size, lora]()
         return self._logits[:count], self._tokens[:count]
