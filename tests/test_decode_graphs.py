@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from lorad_kernels import captures
 
 from lorad.engine import build
 from lorad.engine.decode_graphs import DecodeGraphs, as_it_is
 from lorad.engine.eager_steps import EagerSteps
 from lorad.engine.step_inputs import StepInputs
+from lorad.errors import LoradError
 from lorad.memory.slab import Slab
 from lorad.model.config import ModelConfig
 from lorad.model.loader import load_decoder
@@ -183,6 +185,21 @@ def test_captured_batch_sizes():
     assert graph_rows(64) == (1, 2, 4, *range(8, 65, 8))
     assert graph_rows(4096)[-1] == MAX_GRAPH_ROWS
     assert all(list(graph_rows(n)) == sorted(set(graph_rows(n))) for n in range(1, 600))
+
+
+def test_what_cannot_be_captured(tiny_model, sync_engine, monkeypatch):
+    assert captures(torch.device("cpu"), 64) and not captures(torch.device("cpu"), 20)
+    assert captures(torch.device("cuda"), 256) and not captures(torch.device("cuda"), 257)
+    assert not captures(torch.device("meta"), 64)
+
+    def full(run):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(build, "_capture", lambda *_: full)
+    with pytest.raises(LoradError, match="captured: CUDA out of memory") as error:
+        sync_engine(tiny_model("llama"))
+    assert error.value.code == "memory.no_capacity"
+    assert "engine.cuda_graphs = false" in error.value.hint
 
 
 def test_a_cpu_captures_nothing(tiny_model, sync_engine, caplog):

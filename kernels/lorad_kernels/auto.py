@@ -99,6 +99,8 @@ def captures(device: torch.device, head_dim: int) -> bool:
 
     The reference reads contexts and segments on the host, and serves the widest heads.
     """
-    if device.type == "cuda":
-        return importlib.util.find_spec("triton") is not None and head_dim <= 256
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from lorad_kernels.triton_attention import WIDEST_HEAD
+
+        return head_dim <= WIDEST_HEAD
     return device.type == "cpu" and head_dim % 16 == 0

@@ -194,15 +194,23 @@ def _capture(options: EngineOptions, config: ModelConfig, device: torch.device) 
 def _graphs(
     options: EngineOptions, decoder: Decoder, slab: Slab, max_model_len: int, capture: Capture
 ) -> DecodeGraphs:
+    """Captured decode steps. Raises `memory.no_capacity`."""
     started = time.monotonic()
-    graphs = DecodeGraphs(
-        decoder,
-        slab,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
-        max_lora_rank=options.max_lora_rank,
-        capture=capture,
-    )
+    try:
+        graphs = DecodeGraphs(
+            decoder,
+            slab,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=max_model_len,
+            max_lora_rank=options.max_lora_rank,
+            capture=capture,
+        )
+    except torch.OutOfMemoryError as error:
+        raise LoradError(
+            "memory.no_capacity",
+            f"the decode steps cannot be captured: {error}",
+            hint="lower memory.gpu_memory_utilization, or set engine.cuda_graphs = false",
+        ) from None
     log.info("captured %d decode steps in %.1f s", graphs.count, time.monotonic() - started)
     return graphs
 
