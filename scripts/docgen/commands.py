@@ -19,7 +19,10 @@ _NUMBERS = {int: "N", float: "X"}
 
 @dataclass(frozen=True)
 class Option:
-    """`flags` as typed, the long one first, what turns it off last; `metavar` is "" for a switch that takes no value."""
+    """`flags` as typed, the long one first, what turns it off last.
+
+    `metavar` is "" for a switch that takes no value.
+    """
 
     flags: tuple[str, ...]
     metavar: str
