@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from lorad.sizing import graph_memory
+
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parent
@@ -35,6 +37,15 @@ def compile_script() -> ModuleType:
     sys.modules[path.stem] = module  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
+
+
+def test_planned_scratch_is_that_of_the_kernels():
+    """`lorad.sizing` may not import what it counts."""
+    from lorad_kernels import triton_attention, triton_lora
+
+    assert graph_memory.SPLIT == triton_attention.SPLIT
+    assert graph_memory.MAX_SPLITS == triton_attention.MAX_SPLITS
+    assert graph_memory.SPLIT_WIDTH == triton_lora.SPLIT_WIDTH
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -160,6 +160,7 @@ def time_engine(report: Report, name: str, decoder: Decoder, batch: int, steps: 
             answers[mode] = _time_mode(report, work, mode, built)
         finally:
             built.loader.stop()
+            del built  # its slab, before the next one is made
     pairs = list(zip(answers["eager"], answers["graph"], strict=True))
     same = sum(left == right for left, right in pairs)
     report.note(f"{name}: {same} of {len(pairs)} answers are the same with graphs")

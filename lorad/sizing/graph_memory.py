@@ -16,9 +16,10 @@ MAX_GRAPH_ROWS = 512
 _INDEX = 8  # bytes of an index
 _ROW_INDICES = 8  # of a row: token, position, context, page, place, and a piece of three
 _TABLE_ENTRY = 4 * 3 * 4 * _INDEX  # of a layer: four projections, three slices, four fields
-# What the kernels write between their two launches, in float32 (triton_attention, triton_lora).
-_SPLIT, _MAX_SPLITS = 256, 32
-_SPLIT_WIDTH = 1024
+# How the kernels cut what they write between their two launches, in float32: `SPLIT` and
+# `MAX_SPLITS` of lorad_kernels.triton_attention, `SPLIT_WIDTH` of triton_lora.
+SPLIT, MAX_SPLITS = 256, 32
+SPLIT_WIDTH = 1024
 _FUSED_SLICES = 3
 
 
@@ -53,7 +54,7 @@ def graph_pool_bytes(
 
     `live_elements` is how many elements of a row one layer keeps at once.
     """
-    splits = min(_MAX_SPLITS, -(-max_model_len // _SPLIT))
+    splits = min(MAX_SPLITS, -(-max_model_len // SPLIT))
     partial = max(_attention(group, tp) for group in arch.groups) * splits
     shrunk = max(_pieces(linear, tp) for _, linear in arch.linears()) * max_rank
     floats = partial + shrunk + 2 * arch.hidden_size  # float32, the residual among them
@@ -76,4 +77,4 @@ def _heads(linears: list[Linear]) -> Iterator[int]:
 def _pieces(linear: Linear, tp: int) -> int:
     """Partial sums of shrink, for a row and rank."""
     slices = 1 if linear.leaf in ("o_proj", "down_proj") else _FUSED_SLICES
-    return slices * -(-linear.in_per_gpu(tp) // _SPLIT_WIDTH)
+    return slices * -(-linear.in_per_gpu(tp) // SPLIT_WIDTH)
