@@ -1,7 +1,7 @@
 """Device memory of the captured decode steps (CUDA graphs): their buffers, and their pool.
 
 A graph runs on fixed addresses, so what it reads and writes is allocated once, for the most rows
-and the longest context there may be. `lorad.engine.decode_buffers` allocates by these figures.
+and the longest context there may be. A test compares this with what is allocated.
 """
 
 from __future__ import annotations
