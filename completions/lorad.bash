@@ -61,7 +61,7 @@ _lorad() {
     case $command in
         "") _lorad_words "start stop status check-config version --install-completion --show-completion --help -h" "$current" ;;
         start)
-            _lorad_words "--model --name --device --dtype --max-model-len --host --port --socket --max-num-seqs --max-num-batched-tokens --max-loras --max-lora-rank --max-cpu-loras --threads --slab-bytes --gpu-memory-utilization --registry --registry-keep --api-keys --log-level --config --detach --log-file --help -h" "$current" ;;
+            _lorad_words "--model --name --device --dtype --max-model-len --host --port --socket --max-num-seqs --max-num-batched-tokens --max-loras --max-lora-rank --max-cpu-loras --threads --cuda-graphs --no-cuda-graphs --slab-bytes --gpu-memory-utilization --registry --registry-keep --api-keys --log-level --config --detach --log-file --help -h" "$current" ;;
         stop)
             _lorad_words "--socket --timeout --help -h" "$current" ;;
         status)

@@ -34,6 +34,7 @@ complete -c lorad -n "__lorad_command_is start" -l max-loras -x -d 'Different ad
 complete -c lorad -n "__lorad_command_is start" -l max-lora-rank -x -d 'Largest rank accepted.'
 complete -c lorad -n "__lorad_command_is start" -l max-cpu-loras -x -d 'Adapters kept in host memory.'
 complete -c lorad -n "__lorad_command_is start" -l threads -x -d 'CPU threads of the engine.'
+complete -c lorad -n "__lorad_command_is start" -l cuda-graphs -l no-cuda-graphs -d 'Replay captured decode steps.'
 complete -c lorad -n "__lorad_command_is start" -l slab-bytes -x -d 'Pages for KV and adapters, such as "8GiB".'
 complete -c lorad -n "__lorad_command_is start" -l gpu-memory-utilization -x -d 'Share of the GPU\'s memory that lorad may fill.'
 complete -c lorad -n "__lorad_command_is start" -l registry -r -F -d 'Directory of the registry and the version store.'

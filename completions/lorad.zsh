@@ -42,6 +42,8 @@ _lorad() {
                     '(--max-lora-rank)--max-lora-rank=[Largest rank accepted.]:N: ' \
                     '(--max-cpu-loras)--max-cpu-loras=[Adapters kept in host memory.]:N: ' \
                     '(--threads)--threads=[CPU threads of the engine.]:N: ' \
+                    '(--cuda-graphs --no-cuda-graphs)--cuda-graphs[Replay captured decode steps.]' \
+                    '(--cuda-graphs --no-cuda-graphs)--no-cuda-graphs[Replay captured decode steps.]' \
                     '(--slab-bytes)--slab-bytes=[Pages for KV and adapters, such as "8GiB".]:TEXT: ' \
                     '(--gpu-memory-utilization)--gpu-memory-utilization=[Share of the GPU'\''s memory that lorad may fill.]:X: ' \
                     '(--registry)--registry=[Directory of the registry and the version store.]:TEXT:_files' \

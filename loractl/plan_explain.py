@@ -129,8 +129,11 @@ def _scratch(made: Plan, scratch: Scratch) -> Iterator[str]:
     )
     yield f"    logits of {demand.concurrency} rows {scratch.logits:,} B"
     yield f"    shrunk LoRA rows, float32 {scratch.lora:,} B"
-    yield f"    CUDA context, workspaces and graphs {low} to {high}, {reserved} reserved"
-    yield f"    reserved: the tensors and half as much again = {scratch.reserved:,} B"
+    yield f"    buffers and pool of the decode graphs {scratch.graphs:,} B"
+    yield f"    CUDA context, workspaces and kernels {low} to {high}, {reserved} reserved"
+    yield (
+        f"    reserved: the tensors and half as much again, and the graphs = {scratch.reserved:,} B"
+    )
 
 
 def _cache(made: Plan, rec: Recommendation, workload: Workload) -> Iterator[str]:

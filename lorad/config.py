@@ -83,6 +83,11 @@ class EngineSection:
         5.0, "Seconds after which a request takes an adapter's place in the step.", low=0, high=3600
     )
     threads: int = option(0, "CPU threads of the engine. 0: all cores.", low=0, high=1024)
+    cuda_graphs: bool = option(
+        True,
+        "On CUDA: capture decode steps at the start and replay them. Their memory is set aside "
+        "either way.",
+    )
 
 
 @dataclass(frozen=True)
@@ -298,7 +303,9 @@ def _convert(raw: Any, kind: type, metadata: Mapping[str, Any]) -> Any:
 
 
 def _parsed(text: str, kind: type) -> Any:
-    """A variable's text as the number it is to be, or as it is when it is none."""
+    """A variable's text as the number or truth it is to be, or as it is when it is none."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
     try:
         return kind(text)
     except ValueError:

@@ -307,6 +307,7 @@ def _engine_options(config: Config, directory: Path) -> EngineOptions:
         max_cpu_loras=config.engine.max_cpu_loras,
         adapter_wait=config.engine.adapter_wait,
         threads=config.engine.threads,
+        cuda_graphs=config.engine.cuda_graphs,
         slab_bytes=config.memory.slab_bytes,
         gpu_memory_utilization=config.memory.gpu_memory_utilization,
         block_size=config.memory.block_size,

@@ -52,6 +52,10 @@ def start(
     max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank accepted.")] = None,
     max_cpu_loras: Annotated[int | None, typer.Option(help="Adapters kept in host memory.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of the engine.")] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay captured decode steps."),
+    ] = None,
     slab_bytes: Annotated[
         str | None, typer.Option(help='Pages for KV and adapters, such as "8GiB".')
     ] = None,
@@ -94,6 +98,7 @@ def start(
         "engine.max_lora_rank": max_lora_rank,
         "engine.max_cpu_loras": max_cpu_loras,
         "engine.threads": threads,
+        "engine.cuda_graphs": cuda_graphs,
         "memory.slab_bytes": slab_bytes,
         "memory.gpu_memory_utilization": gpu_memory_utilization,
         "registry.path": registry,

@@ -20,6 +20,7 @@ _CHOSEN = {
     "log.level": "debug",
     "memory.slab_bytes": "3MiB",
     "memory.host_cache_bytes": "3MiB",
+    "engine.cuda_graphs": False,
 }
 
 
@@ -88,6 +89,15 @@ def test_every_setting_can_come_from_every_source(setting: str, toml) -> None:
         assert dict(loaded.config.items())[setting] == as_loaded(value)
         others = dict(loaded.config.items()).items() - {(setting, as_loaded(value))}
         assert all(SETTINGS[name].default == other for name, other in others)
+
+
+@pytest.mark.parametrize("text", ["yes", "1", ""])
+def test_a_truth_in_the_environment_is_true_or_false(text: str) -> None:
+    with pytest.raises(LoradError) as error:
+        load_config(None, {"LORAD_ENGINE_CUDA_GRAPHS": text}, {})
+    assert "LORAD_ENGINE_CUDA_GRAPHS: engine.cuda_graphs is" in error.value.message
+    loaded = load_config(None, {"LORAD_ENGINE_CUDA_GRAPHS": "false"}, {})
+    assert loaded.config.engine.cuda_graphs is False
 
 
 def test_names_in_the_environment() -> None:

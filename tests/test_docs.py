@@ -129,10 +129,12 @@ def test_start_sets_the_settings_its_page_names(monkeypatch):
     start = PROGRAMS["lorad"].command("start")
     valued = [option for option in start.options if option.metavar and setting_of(option.name)]
     words = {option.name: str(7000 + place) for place, option in enumerate(valued)}
-    line = [word for pair in words.items() for word in pair]
+    switches = [o.name for o in start.options if not o.metavar and setting_of(o.name)]
+    line = [*switches, *(word for pair in words.items() for word in pair)]
     assert CliRunner().invoke(lorad.main.app, ["start", *line]).exit_code == 0
     documented = {setting_of(option): float(value) for option, value in words.items()}
-    assert {key: float(str(value)) for key, value in seen.items()} == documented
+    documented |= {setting_of(option): 1.0 for option in switches}
+    assert {key: float(value) for key, value in seen.items()} == documented
 
 
 # --- errors ---------------------------------------------------------------------------------

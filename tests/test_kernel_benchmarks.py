@@ -24,14 +24,16 @@ def test_gpu_check_finds_the_cpu_right(tmp_path):
     result = tmp_path / "check.json"
     run(
         "gpu_check.py",
-        *["--device", "cpu", "--tiny", "--batch", "2", "--turns", "1"],
+        *["--device", "cpu", "--tiny", "--batch", "2", "--steps", "3"],
         "--json",
         str(result),
     )
     report = json.loads(result.read_text())
     assert report["failures"] == []
     assert report["checks"] > 50
-    assert [step["adapters"] for step in report["steps"]] == [0, 1]
+    steps = [(step["mode"], step["adapters"]) for step in report["steps"]]
+    assert steps == [("eager", 0), ("eager", 1), ("graph", 0), ("graph", 1)]
+    assert "tiny: 4 of 4 answers are the same with graphs" in report["notes"]
 
 
 def test_bench_lora_reports_every_point(tmp_path):

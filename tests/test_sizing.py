@@ -332,10 +332,14 @@ def test_slab_is_whole_pages_and_refuses_nothing_at_all():
 
 def test_device_slab_is_what_weights_and_scratch_leave():
     shape = ModelShape.from_config(LLAMA_31_8B)
-    scratch = scratch_bytes(shape, 8192, 32, 2, 16)
+    scratch = scratch_bytes(shape, 8192, 32, 2, 16, max_model_len=4096, block_size=16)
     assert 0 < scratch.low < scratch.reserved < scratch.high
-    wider = scratch_bytes(shape, 8192, 32, 2, 64)
-    assert wider.reserved - scratch.reserved == 8192 * 3 * 48 * 4 * 3 // 2
+    wider = scratch_bytes(shape, 8192, 32, 2, 64, max_model_len=4096, block_size=16)
+    assert wider.lora - scratch.lora == 8192 * 3 * 48 * 4
+    # A row of a decode step keeps 14 partial sums of down_proj's input, 14336 wide.
+    assert wider.graphs - scratch.graphs == 32 * 14 * 48 * 4
+    grown = (wider.lora - scratch.lora) * 3 // 2 + wider.graphs - scratch.graphs
+    assert wider.reserved - scratch.reserved == grown
     weights = weight_bytes(shape, 2)
     slab = device_slab_bytes(80 * 10**9, 0.9, weights, scratch.reserved)
     assert slab == 72 * 10**9 - weights - scratch.reserved

@@ -11,15 +11,17 @@ from types import ModuleType
 
 import pytest
 
+from lorad.sizing import graph_memory
+
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parent
-CASES = TESTS / "triton_interpreter_cases.py"
+CASES = [str(TESTS / f"triton_{name}_cases.py") for name in ("interpreter", "fused")]
 
 
 def test_kernels_are_right_under_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=900, cwd=TESTS.parent
     )
@@ -37,15 +39,22 @@ def compile_script() -> ModuleType:
     return module
 
 
+def test_planned_scratch_is_that_of_the_kernels():
+    """`lorad.sizing` may not import what it counts."""
+    from lorad_kernels import triton_attention, triton_lora
+
+    assert graph_memory.SPLIT == triton_attention.SPLIT
+    assert graph_memory.MAX_SPLITS == triton_attention.MAX_SPLITS
+    assert graph_memory.SPLIT_WIDTH == triton_lora.SPLIT_WIDTH
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_variant_compiles_and_serving_ones_do_not_spill(capability):
+def test_every_variant_compiles_and_none_spills(capability):
     script = compile_script()
     spilled = {}
     for variant in script.variants():
         usage = script.compile_variant(variant, capability)
         assert usage.registers > 0
-        # ptxas trades a few registers for occupancy in float32, and on sm_100 for 16 bits.
-        allowed = 16 if capability == 100 or variant.dtype == "fp32" else 0
-        if usage.stack > allowed:
+        if usage.stack:
             spilled[variant.name, variant.dtype] = usage
     assert not spilled

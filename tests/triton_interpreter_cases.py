@@ -7,6 +7,7 @@ and float16 stand for the 16-bit types.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -15,12 +16,20 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from lorad_kernels import AttentionBatch, FactorTable, LoraFactors, group_rows, triton_lora
-from lorad_kernels.triton_attention import SPLIT, decode
+from lorad_kernels import (
+    AttentionBatch,
+    FactorTable,
+    LoraFactors,
+    group_rows,
+    triton_attention,
+    triton_lora,
+)
+from lorad_kernels.triton_attention import decode
 
 DTYPES = [torch.float32, torch.float16]
 # Of one rounding, relative to the magnitudes that were summed.
 UNIT = {torch.float32: 2e-6, torch.float16: 2**-11}
+SPLIT = 64  # of decode attention here; the interpreter takes 10 ms a step of a program
 
 
 @pytest.fixture(autouse=True)
@@ -129,22 +138,36 @@ def test_256_segments_and_none():
     assert torch.equal(run(y, x, slab, table, [16], group_rows([None] * 256, [1] * 256)), y)
 
 
-def test_one_hot_segment_among_64_small_ones():
-    lengths = [1] * 32 + [300] + [1] * 32
-    slab, table = adapters([4] * 65, 24, [20], torch.float32)
-    rows = [slot for slot, length in enumerate(lengths) for _ in range(length)]
-    x, y = torch.randn(len(rows), 24), torch.randn(len(rows), 20)
-    want, size = expected(y, x, slab, table, [20], rows)
-    got = run(y, x, slab, table, [20], group_rows(list(range(65)), lengths))
-    assert ((got.double() - want).abs() <= 2e-6 * size).all()
+def test_one_hot_segment_of_10000_rows_among_64_small_ones(monkeypatch):
+    # Larger tiles than on a GPU: the interpreter takes 10 ms a program, whatever its size.
+    monkeypatch.setattr(triton_lora, "SGMV", dataclasses.replace(triton_lora.SGMV, rows=512))
+    lengths = [1] * 32 + [10_000] + [1] * 32
+    slab, table = adapters([8] * 65, 32, [32], torch.float32)
+    hot = torch.arange(32, 10_032)
+    small = torch.cat([hot[:0], torch.arange(32), torch.arange(10_032, 10_064)])
+    x, y = torch.randn(10_064, 32), torch.randn(10_064, 32)
+    got = run(y, x, slab, table, [32], group_rows(list(range(65)), lengths))
+    slots = [*range(32), *range(33, 65)]
+    want, size = expected(y[small], x[small], slab, table, [32], slots)
+    assert ((got[small].double() - want).abs() <= 2e-6 * size).all()
+    f = table[32][0]
+    a = slab[f.a_offset :][:256].view(8, 32).double()
+    b = slab[f.b_offset :][:256].view(32, 8).double()
+    want = y[hot].double() + 0.7 * (x[hot].double() @ a.T) @ b.T
+    size = y[hot].double().abs() + 0.7 * (x[hot].double().abs() @ a.abs().T) @ b.abs().T
+    assert ((got[hot].double() - want).abs() <= 2e-6 * size).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 7, SPLIT + 3])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (7, None), (2 * SPLIT + 3, 5.0), (None, 5.0)]
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 32), (3, 3, 20)])
-def test_decode_attention(heads, kv_heads, dim, softcap, window, dtype):
-    contexts = [1, 17, SPLIT, SPLIT + 40]
+def test_decode_attention(heads, kv_heads, dim, softcap, window, dtype, monkeypatch):
+    """The last context has more splits than there may be, so they are twice as long."""
+    monkeypatch.setattr(triton_attention, "SPLIT", SPLIT)
+    monkeypatch.setattr(triton_attention, "MAX_SPLITS", 2)
+    contexts = [1, SPLIT, SPLIT + 40, 2 * SPLIT + 25]
     batch, k_cache, v_cache = decode_batch(contexts, 16, dtype, kv_heads, dim)
     q = torch.randn(4, heads, dim).to(dtype)
     out = torch.full_like(q, torch.nan)

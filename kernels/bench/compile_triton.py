@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import triton
-from lorad_kernels import triton_attention, triton_lora
+from lorad_kernels import triton_attention, triton_fused, triton_lora
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -58,8 +58,9 @@ def variants() -> Iterator[Variant]:
             yield _shrink(name, tiles, dtype)
             yield _expand(name, tiles, dtype, torch_dtype)
         for dim in (64, 128):
-            yield _decode(dtype, dim)
+            yield _decode(dtype, torch_dtype, dim)
             yield _combine(dtype, dim)
+        yield from _fused(dtype)
 
 
 def _shrink(name: str, tiles: triton_lora.Tiles, dtype: str) -> Variant:
@@ -90,7 +91,7 @@ def _expand(name: str, tiles: triton_lora.Tiles, dtype: str, torch_dtype: torch.
         {
             "ROWS": tiles.rows,
             "RANKS": tiles.ranks,
-            "COLUMNS": tiles.columns,
+            "COLUMNS": triton_lora.expand_columns(torch_dtype, tiles),
             "PRECISION": triton_lora.expand_precision(torch_dtype, tiles),
             "ALIGN": 16,
         },
@@ -99,7 +100,7 @@ def _expand(name: str, tiles: triton_lora.Tiles, dtype: str, torch_dtype: torch.
     )
 
 
-def _decode(dtype: str, dim: int) -> Variant:
+def _decode(dtype: str, torch_dtype: torch.dtype, dim: int) -> Variant:
     return Variant(
         f"decode attention, head {dim}",
         dtype,
@@ -116,6 +117,7 @@ def _decode(dtype: str, dim: int) -> Variant:
         {
             "BLOCK": 16,
             "SPLIT": triton_attention.SPLIT,
+            "MAX_SPLITS": triton_attention.MAX_SPLITS,
             "KEYS": triton_attention.KEYS,
             "GROUP": triton_attention.LEAST_GROUP,
             "DIM": dim,
@@ -123,7 +125,7 @@ def _decode(dtype: str, dim: int) -> Variant:
             "PRECISION": "ieee",
         },
         floats=("scale",),
-        warps=triton_attention.WARPS,
+        warps=triton_attention.warps(torch_dtype),
         stages=triton_attention.STAGES,
     )
 
@@ -134,10 +136,65 @@ def _combine(dtype: str, dim: int) -> Variant:
         dtype,
         triton_attention.combine_kernel,
         {"partial": "fp32", "limits": "fp32", "contexts": "i64", "out": dtype},
-        {"SPLIT": triton_attention.SPLIT, "DIM": dim},
+        {
+            "SPLIT": triton_attention.SPLIT,
+            "MAX_SPLITS": triton_attention.MAX_SPLITS,
+            "DIM": dim,
+        },
         warps=1,
         stages=3,
     )
+
+
+def _fused(dtype: str) -> Iterator[Variant]:
+    for width in (1024, 8192):
+        yield Variant(
+            f"add and norm, width {width}",
+            dtype,
+            triton_fused.add_norm_kernel,
+            {"x": "fp32", "delta": dtype, "weight": "fp32", "out": dtype},
+            {"HAS_DELTA": True, "WIDTH": width},
+            floats=("eps",),
+            warps=triton_fused.norm_warps(width),
+            stages=3,
+        )
+    yield Variant(
+        "SiLU times up",
+        dtype,
+        triton_fused.silu_mul_kernel,
+        {"gate_up": dtype, "out": dtype},
+        {"BLOCK": triton_fused.SILU_BLOCK},
+        stages=3,
+    )
+    rows = dict.fromkeys(("q", "k", "v", "cos", "sin", "keys", "values", "out"), dtype)
+    yield Variant(
+        "rotate and store, head 128",
+        dtype,
+        triton_fused.rotate_store_kernel,
+        {**rows, "pages": "i64", "offsets": "i64"},
+        {"HALF": 64},
+        warps=1,
+        stages=3,
+    )
+    yield Variant(
+        "greatest of a block",
+        dtype,
+        triton_fused.block_max_kernel,
+        {"x": dtype, "tops": "fp32", "places": "i32"},
+        {"BLOCK": triton_fused.MAX_BLOCK},
+        warps=8,
+        stages=3,
+    )
+    if dtype == "fp32":
+        yield Variant(
+            "greatest of the blocks",
+            dtype,
+            triton_fused.row_max_kernel,
+            {"tops": "fp32", "places": "i32", "values": "fp32", "indices": "i64"},
+            {"BLOCKS": 32},
+            warps=1,
+            stages=3,
+        )
 
 
 def compile_variant(variant: Variant, capability: int) -> Usage:

@@ -5,11 +5,12 @@
 1. Every op against float64, over dtypes, ranks, odd widths and batch shapes, with NaN around the
    factors and in the outputs' memory, on inputs drawn anew; and bit for bit against itself in
    other batches.
-2. The whole decoder on random weights of a Llama-1B and a Llama-8B shape: its logits against the
-   reference ops, and a decode step with 0, 1, 8 and 64 adapters, launched one by one and as a
-   captured graph.
+2. A small decoder against the reference ops, and captured decode steps against eager ones.
+3. The whole engine on random weights of a Llama-1B and a Llama-8B shape: a decode step with 0, 1,
+   8 and 64 adapters, with graphs and without.
 
-`--device cpu --tiny` runs the same code on small shapes; with TRITON_INTERPRET=1 set and
+What does not fit into `--limit` seconds is left out, and the report says so. `--device cpu --tiny`
+runs the same code on small shapes; with TRITON_INTERPRET=1 set and
 `--triton`, through the Triton kernels.
 """
 
@@ -19,14 +20,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from decode_step import DecodeStep, random_decoder
+from engine_run import check_graphs, time_engine
+from fused_checks import check_fused
 from lorad_kernels import (
     AttentionBatch,
     LoraFactors,
@@ -36,45 +36,18 @@ from lorad_kernels import (
     paged_attention,
     reference,
 )
+from report import UNIT, Report, only
 from torch import Tensor
 
 from lorad.model.config import ModelConfig
 
-# Of one rounding, relative to the magnitudes that were summed.
-UNIT = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 MODELS = {
     "1b": (2048, 16, 32, 8, 64, 8192, 128256),
     "8b": (4096, 32, 32, 8, 128, 14336, 128256),
     "tiny": (64, 2, 4, 2, 16, 96, 128),
 }
-
-
-@dataclass
-class Report:
-    """What was checked and what was measured."""
-
-    device: str
-    failures: list[str] = field(default_factory=list)
-    checks: int = 0
-    steps: list[dict[str, object]] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def check(self, right: bool, what: str) -> None:
-        self.checks += 1
-        if not right:
-            self.failures.append(what)
-            print(f"FAILED {what}", flush=True)
-
-
-@contextmanager
-def only(implementation: ModuleType) -> Iterator[None]:
-    """All ops of every device through one implementation."""
-    chosen = auto._for_type
-    auto._for_type = lambda _: implementation  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        auto._for_type = chosen
+# What one model's measurements take at most on a device that can be had today; a guess.
+_SECONDS = {"1b": 40, "8b": 90, "tiny": 0}
 
 
 def check_lora(report: Report, device: torch.device, dtypes: list[torch.dtype], tiny: bool) -> None:
@@ -244,73 +217,6 @@ def check_decoder(report: Report, device: torch.device) -> None:
     report.check(error < 1e-4, f"decoder against reference ops: error {error:.2g}")
 
 
-def time_model(
-    report: Report, name: str, device: torch.device, dtype: torch.dtype, batch: int, turns: int
-) -> None:
-    counts = [count for count in (0, 1, 8, 64) if count <= batch]
-    context = 48 if name == "tiny" else 512
-    decoder = random_decoder(model_config(name), dtype, device, context)
-    ranks = [(8, 16, 32, 64)[i % 4] for i in range(max(counts))]
-    step = DecodeStep.prepare(decoder, context, batch, ranks)
-    base: dict[str, float] = {}
-    for count in counts:
-        forward = step.batch(batch, count)
-
-        def run(forward=forward) -> None:  # type: ignore[no-untyped-def]
-            step.run(forward)
-
-        modes = {"eager": _best(run, turns, device)}
-        if device.type == "cuda":
-            modes["graph"] = _best(_captured(run), turns, device)
-        for mode, seconds in modes.items():
-            base.setdefault(mode, seconds)
-            row = {
-                "model": name,
-                "batch": batch,
-                "adapters": count,
-                "mode": mode,
-                "milliseconds": round(seconds * 1e3, 3),
-                "of_base": round(base[mode] / seconds, 3),
-                "gigabytes_a_second": round(step.bytes_read(batch, count) / seconds / 1e9, 1),
-            }
-            report.steps.append(row)
-            print(row, flush=True)
-
-
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _best(run: Callable[[], None], turns: int, device: torch.device) -> float:
-    best = float("inf")
-    for turn in range(turns + 2):
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if turn > 1:
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
-def markdown(report: Report) -> str:
-    lines = [
-        f"# Check of the kernels on {report.device}",
-        "",
-        f"{report.checks} checks, {len(report.failures)} failed, {report.seconds:.0f} s.",
-        "",
-        *[f"- {failure}" for failure in report.failures],
-        "",
-        "| model | batch | adapters | mode | ms | of base | GB/s |",
-        "|---|---|---|---|---|---|---|",
-        *[f"| {' | '.join(str(value) for value in step.values())} |" for step in report.steps],
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time the kernels on a GPU.")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -318,7 +224,8 @@ def main() -> int:
     parser.add_argument("--triton", action="store_true", help="Triton kernels on any device")
     parser.add_argument("--models", nargs="+", default=["1b", "8b"], choices=list(MODELS))
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=24, help="decode steps of each measurement")
+    parser.add_argument("--limit", type=float, default=240, help="seconds")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -328,20 +235,23 @@ def main() -> int:
         auto._for_type = lambda _: gpu
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    report = Report(name)
+    report = Report(name, options.limit)
     dtypes = [torch.float32, torch.float16]
     if not options.triton:  # the interpreter multiplies bfloat16 wrongly
         dtypes.append(torch.bfloat16)
-    start = time.perf_counter()
     with torch.inference_mode():
         check_lora(report, device, dtypes, options.tiny)
         check_attention(report, device, dtypes, options.tiny)
+        check_fused(report, device, dtypes, options.tiny)
         check_decoder(report, device)
+        check_graphs(report, random_decoder(model_config("tiny"), torch.float32, device, 512))
         for model in ["tiny"] if options.tiny else options.models:
             dtype = torch.float32 if options.triton else torch.bfloat16
-            time_model(report, model, device, dtype, options.batch, options.turns)
-    report.seconds = time.perf_counter() - start
-    text = markdown(report)
+            if report.has_time(_SECONDS[model], f"the engine on {model}"):
+                decoder = random_decoder(model_config(model), dtype, device, 1024)
+                time_engine(report, model, decoder, options.batch, options.steps)
+    report.seconds = time.perf_counter() - report.started
+    text = report.markdown()
     print(text)
     if options.report:
         options.report.write_text(text)

@@ -1,10 +1,12 @@
 """The operations lorad adds to a decoder: LoRA deltas for mixed batches, and paged attention."""
 
-from lorad_kernels.auto import forward_pass, prepare
+from lorad_kernels.auto import captures, finish, forward_pass, prepare
 from lorad_kernels.factors import (
+    FIELDS,
     AdapterFactors,
     FactorTable,
     LoraFactors,
+    alignment,
     pack_adapter,
     step_tables,
 )
@@ -20,9 +22,11 @@ from lorad_kernels.ops import (
     silu_mul,
     write_kv,
 )
-from lorad_kernels.segments import LoraSegments, Segment, group_rows
+from lorad_kernels.segments import SHORT_ROWS, LoraSegments, Segment, group_rows
 
 __all__ = [
+    "FIELDS",
+    "SHORT_ROWS",
     "AdapterFactors",
     "Arena",
     "AttentionBatch",
@@ -33,8 +37,11 @@ __all__ = [
     "Segment",
     "add_lora",
     "add_rms_norm",
+    "alignment",
     "base_linear",
+    "captures",
     "empty_block",
+    "finish",
     "forward_pass",
     "group_rows",
     "pack_adapter",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -82,25 +82,25 @@ def _for_type(device_type: str) -> Implementation:
     return reference
 
 
-@contextmanager
-def forward_pass(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Inside, operations of this thread may be queued, to run together.
+def forward_pass(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, operations of this thread may be queued, to run together; at the end they have.
 
-    Gives a function that runs what is queued: to be called before anything but an operation of
-    this package reads or writes their tensors. The end of the block calls it.
+    Anything but an operation of this package must call `finish` before it reads or writes their
+    tensors.
     """
     if device.type == "cpu":
         from lorad_kernels.cpu_queue import queued
-        from lorad_kernels.cpu_threads import finish
 
-        with queued():
-            yield finish
-    else:
-        yield _nothing
+        return queued()
+    return nullcontext()  # a GPU queues by itself
 
 
-def _nothing() -> None:
-    """A GPU queues by itself."""
+def finish(device: torch.device) -> None:
+    """Run what this thread has queued in a `forward_pass`."""
+    if device.type == "cpu":
+        from lorad_kernels import cpu_threads
+
+        cpu_threads.finish()
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:
@@ -114,3 +114,15 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
         from lorad_kernels import cpu
 
         cpu.compile_kernels(dtype)
+
+
+def captures(device: torch.device, head_dim: int) -> bool:
+    """Whether a decode step may be captured: no kernel of it takes its work from the host.
+
+    The reference reads contexts and segments on the host, and serves the widest heads.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from lorad_kernels.triton_attention import WIDEST_HEAD
+
+        return head_dim <= WIDEST_HEAD
+    return device.type == "cpu" and head_dim % 16 == 0

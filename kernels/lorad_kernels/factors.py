@@ -36,7 +36,8 @@ class FactorTable:
     """`table[slot][slice]` of one projection for the adapters of a step.
 
     `packed` is the same as int64 `[slots, slices, FIELDS]`, contiguous; rows with fewer slices
-    than the widest projection end in rank 0.
+    than the widest projection end in rank 0. With `fixed_rank`, the contents of `packed` may
+    change between uses, within that rank and with offsets that divide by 16.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class FactorTable:
         rows: Sequence[Sequence[LoraFactors]],
         packed: NDArray[np.int64],
         on_device: Tensor | None = None,
+        fixed_rank: int | None = None,
     ) -> None:
         self._rows = rows
         self.packed = packed
         self.address: int = packed.ctypes.data
-        self.max_rank = int(packed[:, :, 0].max(initial=0))
-        # Divides every rank and offset: what lets a GPU read several elements at once.
-        self.alignment = next(n for n in (16, 8, 1) if not (packed[:, :, :3] % n).any())
+        self.max_rank = int(packed[:, :, 0].max(initial=0)) if fixed_rank is None else fixed_rank
+        self.alignment = 16 if fixed_rank is not None else alignment(packed)
         self._on_device = on_device
 
     @classmethod
@@ -73,6 +74,11 @@ class FactorTable:
         if self._on_device is None:
             self._on_device = torch.from_numpy(self.packed).to(device)
         return self._on_device
+
+
+def alignment(packed: NDArray[np.int64]) -> int:
+    """What divides every offset: it lets a GPU read several elements at once. 16, 8 or 1."""
+    return next(n for n in (16, 8, 1) if not (packed[..., 1:3] % n).any())
 
 
 def pack_adapter(factors: AdapterFactors) -> NDArray[np.int64]:

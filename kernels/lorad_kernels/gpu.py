@@ -1,4 +1,4 @@
-"""The CUDA path: own Triton kernels for LoRA and decode attention, torch for the rest."""
+"""The CUDA path: own Triton kernels for all but matmuls and the attention of prefills."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorad_kernels import reference, torch_paths, triton_attention, triton_lora
-from lorad_kernels.reference import add_rms_norm, rotate_and_store, row_max, silu_mul
+from lorad_kernels import reference, torch_paths, triton_attention, triton_fused, triton_lora
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
     from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
-
-__all__ = [
-    "add_lora",
-    "add_rms_norm",
-    "paged_attention",
-    "rotate_and_store",
-    "row_max",
-    "silu_mul",
-]
 
 
 def add_lora(
@@ -66,3 +56,38 @@ def paged_attention(
         )
     torch_paths.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
     return out
+
+
+def add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    if triton_fused.norms(x, delta, weight):
+        return triton_fused.add_rms_norm(x, delta, weight, eps, dtype)
+    return reference.add_rms_norm(x, delta, weight, eps, dtype)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    if gate_up.is_contiguous():
+        return triton_fused.silu_mul(gate_up)
+    return reference.silu_mul(gate_up)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    if triton_fused.rotates(q, k, v, cos, k_cache, v_cache):
+        return triton_fused.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+    return reference.rotate_and_store(q, k, v, cos, sin, k_cache, v_cache, batch)
+
+
+def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.is_contiguous():
+        return triton_fused.row_max(x)
+    return reference.row_max(x)

@@ -8,7 +8,7 @@ range of rows: no permutation, and the factors of an adapter are read once per s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,8 +20,9 @@ from torch import Tensor
 # over many rows is faster. Rows of shorter ones, decodes among them, are always computed by the
 # kernels that give a row the same bits in any batch.
 LONG_ROWS = 64
-# The CPU's kernels walk pieces of this many rows.
+# The CPU's kernels walk pieces of this many rows, a GPU's tiles of the other.
 CHUNK_ROWS = 32
+SHORT_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,16 @@ class Segment:
 
 @dataclass(frozen=True)
 class LoraSegments:
-    """All segments of one batch, in row order. Base rows belong to none and cost nothing."""
+    """All segments of one batch, in row order. Base rows belong to none and cost nothing.
+
+    `fixed`, int64 `[n, 3]` on the step's device, stands for a captured decode step: its kernels
+    are launched once for ever, over n pieces (start, end, slot) of at most SHORT_ROWS rows, which
+    each replay finds rewritten. Pieces that are not needed name a slot whose ranks are 0.
+    """
 
     segments: tuple[Segment, ...]
     num_rows: int
+    fixed: Tensor | None = field(default=None, compare=False)
 
     def pieces(self, rows: int, is_long: bool) -> NDArray[np.int64]:
         """`[pieces, 3]`: start, end, slot of pieces of the long or of the other segments."""
@@ -53,6 +60,9 @@ class LoraSegments:
 
     @cached_property
     def chunks(self) -> NDArray[np.int64]:
+        if self.fixed is not None:
+            pieces: NDArray[np.int64] = self.fixed.numpy()
+            return pieces
         return self.pieces(CHUNK_ROWS, is_long=False)
 
     @cached_property
@@ -69,6 +79,10 @@ class LoraSegments:
             pieces = torch.from_numpy(self.pieces(rows, is_long))
             self._tiles[rows, is_long] = pieces.to(device, non_blocking=True)
         return self._tiles[rows, is_long]
+
+    def short_tiles(self, device: torch.device) -> Tensor:
+        """The pieces of all but the long segments, on the step's device."""
+        return self.tiles(SHORT_ROWS, False, device) if self.fixed is None else self.fixed
 
     @cached_property
     def long(self) -> tuple[Segment, ...]:

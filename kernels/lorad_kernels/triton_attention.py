@@ -1,8 +1,10 @@
 """Decode attention on a GPU over the pages where they lie, split along the context.
 
-A split is a fixed number of positions, so that long contexts of few sequences fill the device
-and a row's result does not depend on the batch: its splits are combined in order (flash
-decoding, Dao et al. 2023). The query heads of a group share the keys and values that are read.
+Long contexts of few sequences fill the device, since a context is cut into splits (flash
+decoding, Dao et al. 2023). How follows from its own length alone, and the splits are combined in
+order, so a row's result does not depend on the batch. Splits grow once there are `MAX_SPLITS`: a
+captured graph launches so many for every sequence, whatever its length will be, and those beyond
+the context leave at once. The query heads of a group share the keys and values that are read.
 """
 
 from __future__ import annotations
@@ -17,10 +19,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
 
-SPLIT = 256  # positions in one program
-KEYS = 16  # positions in one step of it
+SPLIT = 256  # positions in one program, or a multiple of it
+MAX_SPLITS = 32  # of one sequence
+KEYS = 16  # positions in one step of a program
 LEAST_GROUP = 16  # rows of the least tensor-core tile
-WARPS, STAGES = 4, 2
+WIDEST_HEAD = 256
+STAGES = 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _split_length(context, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.cdiv(tl.cdiv(context, SPLIT), MAX_SPLITS) * SPLIT
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,6 +52,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     dim,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     KEYS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -54,10 +64,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1)
     split = tl.program_id(2)
     context = tl.load(contexts + sequence).to(tl.int32)
-    begin = split * SPLIT
+    length = _split_length(context, SPLIT, MAX_SPLITS)
+    first = split * length
+    begin = first
     if window > 0:
         begin = tl.maximum(begin, context - window)
-    end = tl.minimum(split * SPLIT + SPLIT, context)
+    end = tl.minimum(first + length, context)
     if begin < end:
         rows = tl.arange(0, GROUP)
         dims = tl.arange(0, DIM)
@@ -72,9 +84,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         top = tl.full((GROUP,), float("-inf"), tl.float32)
         weight = tl.zeros((GROUP,), tl.float32)
         total = tl.zeros((GROUP, DIM), tl.float32)
-        # Steps start at the split's first position even if a window begins later: the order of
-        # sums is then the same at every length of the context.
-        for position in range(split * SPLIT, end, KEYS):
+        # Whole splits before a window are left out, but steps start at a split's first position
+        # even if the window begins later: the order of sums is then the same for all contexts
+        # of up to SPLIT * MAX_SPLITS.
+        for position in range(first, end, KEYS):
             positions = position + tl.arange(0, KEYS)
             inside = (positions >= begin) & (positions < end)
             pages = tl.load(
@@ -124,20 +137,22 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     heads,
     dim,
     SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """out[t, h] = the splits' sums, each scaled to the greatest score of all, over their weight."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(contexts + sequence).to(tl.int32)
+    length = _split_length(context, SPLIT, MAX_SPLITS)
     first = 0
     if window > 0:
-        first = tl.maximum(context - window, 0) // SPLIT
+        first = tl.maximum(context - window, 0) // length
     dims = tl.arange(0, DIM)
     top = float("-inf")
     weight = 0.0
     total = tl.zeros((DIM,), tl.float32)
-    for split in range(first, tl.cdiv(context, SPLIT)):
+    for split in range(first, tl.cdiv(context, length)):
         place = (sequence.to(tl.int64) * splits + split) * heads + head
         own = tl.load(limits + place * 2)
         higher = tl.maximum(top, own)
@@ -154,7 +169,12 @@ def serves(q: Tensor, k_cache: Tensor) -> bool:
     """Whether `decode` computes this dtype and layout."""
     dim = q.shape[2]
     packed = q.stride(2) == 1 and q.stride(1) == dim and k_cache.stride(2) == dim
-    return packed and q.dtype is k_cache.dtype and dim <= 256
+    return packed and q.dtype is k_cache.dtype and dim <= WIDEST_HEAD
+
+
+def warps(dtype: torch.dtype) -> int:
+    """Found by compiling: with these no variant spills (docs/benchmarks.md)."""
+    return 4 if dtype is torch.float32 else 2
 
 
 def decode(
@@ -170,11 +190,12 @@ def decode(
 ) -> None:
     """`ops.paged_attention` for the first sequences of a batch, one row each, into `out`.
 
-    q: `[sequences, heads, head_dim]` with contiguous heads; out the same, contiguous.
+    q: `[sequences, heads, head_dim]` with contiguous heads; out the same, contiguous. The host's
+    `batch.context_lens` may be upper bounds: they only size the launch.
     """
     sequences, heads, dim = q.shape
     block, kv_heads = k_cache.shape[1:3]
-    splits = -(-max(batch.context_lens[:sequences]) // SPLIT)
+    splits = min(MAX_SPLITS, -(-max(batch.context_lens[:sequences]) // SPLIT))
     shape = (sequences, splits, heads)
     partial = torch.empty(*shape, dim, dtype=torch.float32, device=q.device)
     limits = torch.empty(*shape, 2, dtype=torch.float32, device=q.device)
@@ -184,13 +205,14 @@ def decode(
         q, k_cache, v_cache, batch.block_tables, batch.context_lens_device, partial, limits,
         scale, q.stride(0), k_cache.stride(0), k_cache.stride(1), batch.block_tables.stride(0),
         splits, window, group, dim,
-        BLOCK=block, SPLIT=SPLIT, KEYS=KEYS, GROUP=max(LEAST_GROUP, triton.next_power_of_2(group)),
+        BLOCK=block, SPLIT=SPLIT, MAX_SPLITS=MAX_SPLITS, KEYS=KEYS,
+        GROUP=max(LEAST_GROUP, triton.next_power_of_2(group)),
         DIM=max(16, triton.next_power_of_2(dim)), SOFTCAP=softcap or 0.0, PRECISION="ieee",
-        num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=True,
+        num_warps=warps(q.dtype), num_stages=STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     combine: Any = combine_kernel[(sequences, heads)]
     combine(
         partial, limits, batch.context_lens_device, out, splits, window, heads, dim,
-        SPLIT=SPLIT, DIM=triton.next_power_of_2(dim), num_warps=1,
+        SPLIT=SPLIT, MAX_SPLITS=MAX_SPLITS, DIM=triton.next_power_of_2(dim), num_warps=1,
         enable_fp_fusion=True,
     )  # fmt: skip

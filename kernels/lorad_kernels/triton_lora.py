@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorad_kernels.segments import SHORT_ROWS
+
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
     from lorad_kernels.segments import LoraSegments
@@ -39,7 +41,7 @@ class Tiles:
 
 
 # The tile of decode stays at 16 rows whatever the batch: its rows have the same bits anywhere.
-BGMV = Tiles(rows=16, width=128, ranks=16, columns=128, warps=4, shrink_stages=3)
+BGMV = Tiles(rows=SHORT_ROWS, width=128, ranks=16, columns=128, warps=4, shrink_stages=3)
 SGMV = Tiles(rows=64, width=64, ranks=16, columns=64, warps=4, shrink_stages=3)
 # ptxas before 13.3 miscompiles a cast beside a pipelined wgmma, so expand is not pipelined.
 EXPAND_STAGES = 1
@@ -102,6 +104,43 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _expanded(  # type: ignore[no-untyped-def]
+    partial,
+    b,
+    rank,
+    rows,
+    columns,
+    in_tile,
+    in_slice,
+    s,
+    slices,
+    num_rows,
+    max_rank,
+    pieces,
+    RANKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """sum over j of h[rows, s, j] * B[columns, j]; h is the sum of the pieces, in order."""
+    total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    for j in range(0, rank, RANKS):
+        ranks = j + tl.arange(0, RANKS)
+        in_rank = ranks < rank
+        place = (rows[:, None] * slices + s) * max_rank + ranks[None, :]
+        h_mask = in_tile[:, None] & in_rank[None, :]
+        h = tl.zeros((rows.shape[0], RANKS), tl.float32)
+        for piece in range(pieces):
+            offset = piece * num_rows * slices * max_rank
+            h += tl.load(partial + offset + place, mask=h_mask, other=0.0)
+        weights = tl.load(
+            b + columns[None, :].to(tl.int64) * rank + ranks[:, None],
+            mask=in_slice[None, :] & in_rank[:, None],
+            other=0.0,
+        )
+        total = tl.dot(h, weights.to(tl.float32), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def expand_kernel(  # type: ignore[no-untyped-def]
     y,
     slab,
@@ -141,32 +180,33 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     entry = table + (slot * table_slices + s) * 4
     rank = tl.load(entry)
     if rank > 0:
-        rank = tl.multiple_of(rank, ALIGN)
         b = slab + tl.multiple_of(tl.load(entry + 2), ALIGN)
         scaling = tl.load(entry + 3).to(tl.float64, bitcast=True).to(tl.float32)
         rows = start + tl.arange(0, ROWS)
         columns = block * COLUMNS + tl.arange(0, COLUMNS)
+        in_tile = rows < end
         in_slice = columns < stop - begin
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for j in range(0, rank, RANKS):
-            ranks = j + tl.arange(0, RANKS)
-            in_rank = ranks < rank
-            place = (rows[:, None] * slices + s) * max_rank + ranks[None, :]
-            h_mask = (rows < end)[:, None] & in_rank[None, :]
-            h = tl.zeros((ROWS, RANKS), tl.float32)
-            for piece in range(pieces):
-                offset = piece * num_rows * slices * max_rank
-                h += tl.load(partial + offset + place, mask=h_mask, other=0.0)
-            weights = tl.load(
-                b + columns[None, :].to(tl.int64) * rank + ranks[:, None],
-                mask=in_slice[None, :] & in_rank[:, None],
-                other=0.0,
-            )
-            total = tl.dot(h, weights.to(tl.float32), total, input_precision=PRECISION)
+        # The compiler reads eight elements of B at once where it sees that each row begins at a
+        # multiple of them. (A hint on `rank` itself would hold in both branches.)
+        if rank % 8 == 0:
+            total = _expanded(
+                partial, b, rank // 8 * 8, rows, columns, in_tile, in_slice,
+                s, slices, num_rows, max_rank, pieces, RANKS, PRECISION,
+            )  # fmt: skip
+        else:
+            total = _expanded(
+                partial, b, rank, rows, columns, in_tile, in_slice,
+                s, slices, num_rows, max_rank, pieces, RANKS, PRECISION,
+            )  # fmt: skip
         target = y + rows[:, None] * y_stride + begin + columns[None, :]
-        mask = (rows < end)[:, None] & in_slice[None, :]
+        mask = in_tile[:, None] & in_slice[None, :]
         old = tl.load(target, mask=mask, other=0.0).to(tl.float32)
         tl.store(target, (old + scaling * total).to(y.dtype.element_ty), mask=mask)
+
+
+def expand_columns(dtype: torch.dtype, tiles: Tiles) -> int:
+    """Columns of one expand program. In float32, 128 spill registers on sm_80."""
+    return min(tiles.columns, 64) if dtype is torch.float32 else tiles.columns
 
 
 def expand_precision(dtype: torch.dtype, tiles: Tiles) -> str:
@@ -191,10 +231,12 @@ def add_lora(
     """`ops.add_lora`; rows of y and x are contiguous."""
     if table.max_rank == 0:
         return
-    for tiles, is_long in ((BGMV, False), (SGMV, True)):
-        places = segments.tiles(tiles.rows, is_long, y.device)
-        if len(places):
-            _launch(tiles, places, y, x, slab, table, slice_starts)
+    short = segments.short_tiles(y.device)
+    if len(short):
+        _launch(BGMV, short, y, x, slab, table, slice_starts)
+    if segments.long:
+        long = segments.tiles(SGMV.rows, True, y.device)
+        _launch(SGMV, long, y, x, slab, table, slice_starts)
 
 
 def _launch(
@@ -221,12 +263,13 @@ def _launch(
         enable_fp_fusion=True,
     )  # fmt: skip
     ends = (*slice_starts[1:], *[slice_starts[-1]] * (3 - slices))
-    blocks = sum(-(-(end - start) // tiles.columns) for start, end in pairwise(slice_starts))
+    columns = expand_columns(y.dtype, tiles)
+    blocks = sum(-(-(end - start) // columns) for start, end in pairwise(slice_starts))
     expand: Any = expand_kernel[(len(places), blocks)]
     expand(
         y, slab, factors, places, partial, y.stride(0), *ends, factors.shape[1], slices,
         x.shape[0], max_rank, pieces, ROWS=tiles.rows, RANKS=tiles.ranks,
-        COLUMNS=tiles.columns, PRECISION=expand_precision(y.dtype, tiles),
+        COLUMNS=columns, PRECISION=expand_precision(y.dtype, tiles),
         ALIGN=table.alignment,
         num_warps=tiles.warps, num_stages=EXPAND_STAGES, enable_fp_fusion=True,
     )  # fmt: skip

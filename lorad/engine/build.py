@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
+from lorad_kernels import captures
 
 from lorad.adapter_ref import AdapterRef
 from lorad.adapters.host_cache import HostCache
 from lorad.adapters.loader import AdapterLoader
 from lorad.adapters.weights import AdapterWeights
 from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
 from lorad.engine.delta_check import DeltaChecker
 from lorad.engine.engine import Engine, Message, StartCheck
 from lorad.engine.model_runner import ModelRunner
@@ -59,6 +62,7 @@ class EngineOptions:
     max_cpu_loras: int = 256
     adapter_wait: float = 5.0
     threads: int = 0
+    cuda_graphs: bool = True
     slab_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     block_size: int = 16
@@ -115,12 +119,30 @@ def build_engine(
         max_positions=max_model_len,
         progress=progress,
     )
-    slab = _allocate_slab(options, config, dtype, device, max_model_len)
+    capture = _capture(options, config, device)
+    return assemble(options, config, decoder, read_adapter, eos_token_ids, max_model_len, capture)
+
+
+def assemble(
+    options: EngineOptions,
+    config: ModelConfig,
+    decoder: Decoder,
+    read_adapter: ReadAdapter,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+    capture: Capture | None,
+) -> BuiltEngine:
+    """An engine around a decoder that is loaded. Raises `memory.no_capacity`."""
+    device, dtype = decoder.device, decoder.dtype
+    slab = _allocate_slab(
+        options, config, dtype, device, max_model_len, scratch_page=capture is not None
+    )
+    graphs = _graphs(options, decoder, slab, max_model_len, capture) if capture else None
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
     loader.start()
     check = DeltaChecker(adapter_files, config.shape, inbox.put).check
-    engine = _assemble(options, decoder, slab, loader, check, eos_token_ids, max_model_len)
+    engine = _engine(options, decoder, slab, graphs, loader, check, eos_token_ids, max_model_len)
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
 
 
@@ -136,10 +158,11 @@ def _reader(
     return read
 
 
-def _assemble(
+def _engine(
     options: EngineOptions,
     decoder: Decoder,
     slab: Slab,
+    graphs: DecodeGraphs | None,
     loader: AdapterLoader,
     check: StartCheck,
     eos_token_ids: frozenset[int],
@@ -168,10 +191,41 @@ def _assemble(
         adapter_wait=options.adapter_wait,
     )
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
-    runner = ModelRunner(decoder, slab, tiers)
+    runner = ModelRunner(decoder, slab, tiers, graphs)
     return Engine(
         scheduler, runner, tiers, pool, slab, eviction, check, weight_bytes=decoder_bytes(decoder)
     )
+
+
+def _capture(options: EngineOptions, config: ModelConfig, device: torch.device) -> Capture | None:
+    """What records decode steps; None where they are launched kernel by kernel."""
+    if device.type != "cuda" or not captures(device, config.shape.head_dim):
+        return None
+    return CudaCapture(device) if options.cuda_graphs else None
+
+
+def _graphs(
+    options: EngineOptions, decoder: Decoder, slab: Slab, max_model_len: int, capture: Capture
+) -> DecodeGraphs:
+    """Captured decode steps. Raises `memory.no_capacity`."""
+    started = time.monotonic()
+    try:
+        graphs = DecodeGraphs(
+            decoder,
+            slab,
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=max_model_len,
+            max_lora_rank=options.max_lora_rank,
+            capture=capture,
+        )
+    except torch.OutOfMemoryError as error:
+        raise LoradError(
+            "memory.no_capacity",
+            f"the decode steps cannot be captured: {error}",
+            hint="lower memory.gpu_memory_utilization, or set engine.cuda_graphs = false",
+        ) from None
+    log.info("captured %d decode steps in %.1f s", graphs.count, time.monotonic() - started)
+    return graphs
 
 
 def decoder_bytes(decoder: Decoder) -> int:
@@ -234,10 +288,13 @@ def _allocate_slab(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    *,
+    scratch_page: bool,
 ) -> Slab:
     nbytes = page_bytes(config.shape, options.block_size, dtype.itemsize)
     pages = plan_slab(
-        options.slab_bytes or _slab_budget(options, config.shape, dtype, device), nbytes
+        options.slab_bytes or _slab_budget(options, config.shape, dtype, device, max_model_len),
+        nbytes,
     )
     needed = -(-max_model_len // options.block_size)
     for_kv = pages - int(options.adapter_floor * pages)
@@ -251,7 +308,14 @@ def _allocate_slab(
         )
     log.info("slab: %d pages of %d bytes on %s", pages, nbytes, device)
     try:
-        return Slab.allocate(config.shape, pages, options.block_size, dtype, device)
+        return Slab.allocate(
+            config.shape,
+            pages,
+            options.block_size,
+            dtype,
+            device,
+            scratch_page=scratch_page,
+        )
     except RuntimeError as error:  # torch's kinds of "out of memory" are all of this one
         raise LoradError(
             "memory.no_capacity",
@@ -261,7 +325,11 @@ def _allocate_slab(
 
 
 def _slab_budget(
-    options: EngineOptions, shape: ModelShape, dtype: torch.dtype, device: torch.device
+    options: EngineOptions,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
 ) -> int:
     """Bytes for the slab: what `loractl plan` prints, unless others fill the card already."""
     if device.type != "cuda":
@@ -272,6 +340,8 @@ def _slab_budget(
         options.max_num_seqs,
         dtype.itemsize,
         options.max_lora_rank,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
     ).reserved
     free, total = torch.cuda.mem_get_info(device)
     weights = weight_bytes(shape, dtype.itemsize)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from lorad_kernels import AttentionBatch, FactorTable, LoraSegments, Segment
+from lorad_kernels import AttentionBatch, FactorTable, LoraSegments, Segment, finish
 from torch import Tensor
 
 from lorad.model.decoder import Decoder, KVCacheViews
@@ -48,8 +48,10 @@ class DeltaRecorder:
         def delta(lora: LoraBatch) -> Tensor:
             added = torch.zeros_like(y)
             lora.add(added, x, layer, projection, slice_starts)
+            finish(y.device)
             return added.to("cpu")
 
+        finish(y.device)
         kept = x.to("cpu", copy=True)
         deltas = (delta(self._short), delta(self._long))
         self.recorded.append(RecordedDelta(layer, projection, kept, deltas))

@@ -25,14 +25,23 @@ class Sampled:
     logprob: TokenLogprob | None = None
 
 
-def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """logits `[S, vocab]`, one row per sequence, any float dtype."""
-    best, greedy = row_max(logits)  # NaN when a row holds one
-    finite = torch.isfinite(best).tolist()
-    tokens = greedy.tolist()
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The likeliest token of each row, `[S]` int64; -1 for a row with NaN or infinity.
+
+    Stays on the device: a step has one number a row to copy back, and waits once.
+    """
+    best, tokens = row_max(logits)  # NaN when a row holds one
+    return tokens.masked_fill(~best.isfinite(), -1)
+
+
+def sample(
+    logits: Tensor, sequences: list[Sequence], greedy: Tensor | None = None
+) -> list[Sampled]:
+    """logits `[S, vocab]`, one row per sequence, any float dtype; `greedy` if known already."""
+    tokens = (greedy_tokens(logits) if greedy is None else greedy).tolist()
     return [
-        _choose(logits[i], tokens[i], sequence) if finite[i] else Sampled(None)
-        for i, sequence in enumerate(sequences)
+        Sampled(None) if token < 0 else _choose(logits[i], token, sequence)
+        for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True))
     ]
 
 

@@ -13,12 +13,17 @@ from lorad.sizing.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """`num_pages` equal pages in one 1-D tensor; a page is one KV block over all layers."""
+    """`num_pages` equal pages in one 1-D tensor; a page is one KV block over all layers.
 
-    data: Tensor  # [num_pages * page_elements], serving dtype
+    `scratch_page`, where there is one, lies behind them and belongs to nobody: the rows that pad
+    a captured decode step write their K and V there.
+    """
+
+    data: Tensor  # [num_pages * page_elements], and the scratch page; serving dtype
     num_pages: int
     page_elements: int
     block_size: int  # tokens per page
+    scratch_page: int | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -32,15 +37,22 @@ class Slab:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        scratch_page: bool = False,
     ) -> Slab:
         page_elements = block_size * shape.kv_elements_per_token
-        data = empty_block(num_pages * page_elements, dtype, device)
-        return cls(data, num_pages, page_elements, block_size)
+        pages = num_pages + scratch_page
+        data = empty_block(pages * page_elements, dtype, device)
+        data[num_pages * page_elements :].zero_()
+        return cls(data, num_pages, page_elements, block_size, num_pages if scratch_page else None)
 
     def kv_views(self, shape: ModelShape) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Per layer K and V, each `[pages, block_size, kv_heads, head_dim]`, without a copy."""
+        """Per layer K and V, each `[pages, block_size, kv_heads, head_dim]`, without a copy.
+
+        The scratch page is in them.
+        """
         blocks = self.data.view(
-            self.num_pages,
+            -1,
             shape.num_layers,
             2,
             self.block_size,
@@ -57,7 +69,7 @@ class Slab:
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole pages; no target is also a source."""
-        pages = self.data.view(self.num_pages, self.page_elements)
+        pages = self.data.view(-1, self.page_elements)
         pages[self._index(targets)] = pages[self._index(sources)]
 
     def move_run(self, source: int, target: int, length: int) -> None:

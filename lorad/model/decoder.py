@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from lorad_kernels import (
     add_rms_norm,
     base_linear,
+    finish,
     forward_pass,
     paged_attention,
     rotate_and_store,
@@ -81,16 +81,16 @@ class Decoder:
         """
         x = embedding(batch.token_ids, self.embed_tokens).float()
         rope = self.rotary.at(batch.positions)
-        with forward_pass(self.device) as finish:
+        with forward_pass(self.device):
             delta = None
             for i, layer in enumerate(self.layers):
                 normed = self._add_norm(x, delta, layer.input_norm)
-                delta = self._attend(i, layer, normed, batch, kv, rope, finish)
+                delta = self._attend(i, layer, normed, batch, kv, rope)
                 normed = self._add_norm(x, delta, layer.post_attention_norm)
                 activated = silu_mul(layer.gate_up_proj(normed, batch.lora))
                 delta = layer.down_proj(activated, batch.lora)
             normed = self._add_norm(x, delta, self.final_norm)
-            finish()
+            finish(self.device)
             return self._logits(normed[batch.logits_rows])
 
     def tune(self, spare_bytes: int) -> None:
@@ -124,13 +124,12 @@ class Decoder:
         batch: ForwardBatch,
         kv: KVCacheViews,
         rope: tuple[Tensor, Tensor],
-        finish: Callable[[], None],
     ) -> Tensor:
         shape = self.config.shape
         qkv = layer.qkv_proj(x, batch.lora).view(x.shape[0], -1, shape.head_dim)
         q, k, v = qkv.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            finish()
+            finish(self.device)
             q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
         q = rotate_and_store(q, k, v, *rope, kv.k[index], kv.v[index], batch.attention)
         out = paged_attention(

@@ -82,6 +82,8 @@ def make_budget(
             sizes.weights,
             max_rank,
             demand.tp,
+            max_model_len=demand.context,
+            block_size=demand.block_size,
         )
         slab = device_slab_bytes(machine.total, machine.utilization, weights, scratch.reserved)
     page = page_bytes(arch, demand.block_size, sizes.kv, demand.tp)

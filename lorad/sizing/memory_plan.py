@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from lorad.errors import LoradError
 from lorad.sizing.architecture import Architecture, Linear, Part
 from lorad.sizing.families import llama_like
+from lorad.sizing.graph_memory import graph_buffer_bytes, graph_pool_bytes, graph_rows
 from lorad.sizing.model_shape import ModelShape
 
 MIB = 1024**2
 
 # What a CUDA process holds that no formula gives: driver context and loaded kernels, cuBLAS
-# and split-K workspaces, and the pool of the captured decode graphs. Low, reserved, high.
+# workspaces, and the recorded launches of the decode graphs. Low, reserved, high.
 _CUDA_FIXED_MIB = (450, 900, 1600)
 _FUSED_SLICES = 3  # q|k|v: the most slices that share one launch
 
@@ -32,6 +33,7 @@ class Scratch:
     activations: int
     logits: int
     lora: int  # the shrunk rows, float32
+    graphs: int  # buffers and pool of the captured decode steps, and their scratch page
     context: tuple[int, int, int] = (
         _CUDA_FIXED_MIB[0] * MIB,
         _CUDA_FIXED_MIB[1] * MIB,
@@ -45,16 +47,16 @@ class Scratch:
     @property
     def low(self) -> int:
         """Every tensor freed the moment it is used up."""
-        return self.context[0] + self._tensors
+        return self.context[0] + self._tensors + self.graphs
 
     @property
     def reserved(self) -> int:
         """What the daemon sets aside: the allocator keeps half as much again."""
-        return self.context[1] + self._tensors * 3 // 2
+        return self.context[1] + self._tensors * 3 // 2 + self.graphs
 
     @property
     def high(self) -> int:
-        return self.context[2] + self._tensors * 2
+        return self.context[2] + self._tensors * 2 + self.graphs
 
 
 def page_bytes(
@@ -110,10 +112,14 @@ def scratch_bytes(
     itemsize: int,
     max_rank: int,
     tp: int = 1,
+    *,
+    max_model_len: int,
+    block_size: int,
 ) -> Scratch:
     """What one step needs beside weights and pages on a CUDA device.
 
-    `max_rank` is the largest rank of an adapter in the step (0: none).
+    `max_rank` is the largest rank of an adapter in the step (0: none). The memory of the decode
+    graphs is set aside whether they are used or not, so that a plan need not know.
     """
     arch = _architecture(shape)
     # Logits of one row per sequence: in the model's dtype, and twice in float32 for sampling.
@@ -121,7 +127,23 @@ def scratch_bytes(
         activations=max_num_batched_tokens * _live_elements(arch, tp) * itemsize,
         logits=max_num_seqs * arch.vocab_size * (itemsize + 8),
         lora=max_num_batched_tokens * _FUSED_SLICES * max_rank * 4,
+        graphs=_graph_bytes(arch, max_num_seqs, itemsize, max_rank, tp, max_model_len, block_size),
     )
+
+
+def _graph_bytes(
+    arch: Architecture,
+    max_num_seqs: int,
+    itemsize: int,
+    max_rank: int,
+    tp: int,
+    max_model_len: int,
+    block_size: int,
+) -> int:
+    rows, live = graph_rows(max_num_seqs)[-1], _live_elements(arch, tp)
+    buffers = graph_buffer_bytes(arch, rows, max_model_len, block_size, itemsize)
+    pool = graph_pool_bytes(arch, rows, live, max_model_len, max_rank, itemsize, tp)
+    return buffers + pool + page_bytes(arch, block_size, itemsize, tp)
 
 
 def _architecture(shape: ModelShape | Architecture) -> Architecture:

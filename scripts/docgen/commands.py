@@ -19,7 +19,10 @@ _NUMBERS = {int: "N", float: "X"}
 
 @dataclass(frozen=True)
 class Option:
-    """`flags` as typed, the long one first; `metavar` is "" for a switch that takes no value."""
+    """`flags` as typed, the long one first, what turns it off last.
+
+    `metavar` is "" for a switch that takes no value.
+    """
 
     flags: tuple[str, ...]
     metavar: str
@@ -137,7 +140,7 @@ def _option(param: Any, hints: dict[str, Any]) -> Option:
     kind = _kind(hint)
     metavar = param.metavar or ("PATH" if kind is Path else _NUMBERS.get(kind, "TEXT"))
     return Option(
-        flags=tuple(sorted((*param.opts, *param.secondary_opts), key=len, reverse=True)),
+        flags=(*sorted(param.opts, key=len, reverse=True), *param.secondary_opts),
         metavar="" if param.is_flag or kind is bool else metavar,
         help=_sentence(param.help),
         default=_default(param),
