@@ -120,7 +120,16 @@ def build_engine(
         progress=progress,
     )
     capture = _capture(options, config, device)
-    return assemble(options, config, decoder, read_adapter, eos_token_ids, max_model_len, capture)
+    return assemble(
+        options,
+        config,
+        decoder,
+        read_adapter,
+        eos_token_ids,
+        max_model_len,
+        capture,
+        adapter_files,
+    )
 
 
 def assemble(
@@ -131,6 +140,7 @@ def assemble(
     eos_token_ids: frozenset[int],
     max_model_len: int,
     capture: Capture | None,
+    adapter_files: AdapterFiles = _no_files,
 ) -> BuiltEngine:
     """An engine around a decoder that is loaded. Raises `memory.no_capacity`."""
     device, dtype = decoder.device, decoder.dtype
