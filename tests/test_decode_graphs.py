@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lorad_kernels import captures
+from lorad_kernels import captures, cpu_linear
 
 from lorad.engine import build
-from lorad.engine.decode_graphs import DecodeGraphs, as_it_is
+from lorad.engine.decode_graphs import KEPT_ON_CPU, DecodeGraphs, as_it_is
 from lorad.engine.eager_steps import EagerSteps
 from lorad.engine.step_inputs import StepInputs
 from lorad.errors import LoradError
@@ -176,7 +176,8 @@ def test_buffers_take_the_bytes_that_are_planned(tiny_model, rows):
     arch = llama_like(ModelConfig.from_config(shape).shape)
     assert graphs.nbytes == graph_buffer_bytes(arch, rows, 64, 16, 4)
     assert slab.data.nbytes == (PAGES + 1) * slab.page_bytes
-    assert graphs.count == 2 * len(graph_rows(rows))
+    graphs.capture_all()
+    assert graphs.count == min(2 * len(graph_rows(rows)), KEPT_ON_CPU)
 
 
 def test_captured_batch_sizes():
@@ -192,7 +193,7 @@ def test_what_cannot_be_captured(tiny_model, sync_engine, monkeypatch):
     assert captures(torch.device("cuda"), 256) and not captures(torch.device("cuda"), 257)
     assert not captures(torch.device("meta"), 64)
 
-    def full(run):
+    def full(run, into):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(build, "_capture", lambda *_: full)
@@ -202,7 +203,22 @@ def test_what_cannot_be_captured(tiny_model, sync_engine, monkeypatch):
     assert "engine.cuda_graphs = false" in error.value.hint
 
 
-def test_a_cpu_captures_nothing(tiny_model, sync_engine, caplog):
+def test_a_cpu_captures_nothing_at_the_start(tiny_model, sync_engine, caplog):
     caplog.set_level(logging.INFO)
     sync_engine(tiny_model("llama"), cuda_graphs=True)
     assert "captured" not in caplog.text
+
+
+def test_a_cpu_records_steps_of_its_own_kernels(tiny_model, sync_engine, adapters, monkeypatch):
+    """In bfloat16 a recorded step gives the tokens of one that is queued anew."""
+    monkeypatch.setattr(cpu_linear, "_fastest", lambda group, rows: cpu_linear.few_rows)
+    rows = [([5, 6, 7], None), ([9, 4, 1, 2], "r16-0"), ([3], "r3-1")]
+    served: list[bool] = []
+    run = DecodeGraphs.run
+    monkeypatch.setattr(DecodeGraphs, "run", lambda *args: served.append(True) or run(*args))
+    options = {"max_num_seqs": 4, "dtype": "bfloat16"}
+    recorded = sync_engine(tiny_model("llama"), adapters, **options).generate(rows, max_tokens=24)
+    assert len(served) >= 20
+    monkeypatch.setattr(build, "_capture", lambda *_: None)
+    queued = sync_engine(tiny_model("llama"), adapters, **options)
+    assert queued.generate(rows, max_tokens=24) == recorded

@@ -1,6 +1,6 @@
 """The operations lorad adds to a decoder: LoRA deltas for mixed batches, and paged attention."""
 
-from lorad_kernels.auto import captures, finish, forward_pass, prepare
+from lorad_kernels.auto import captures, finish, forward_pass, prepare, record
 from lorad_kernels.factors import (
     FIELDS,
     AdapterFactors,
@@ -16,10 +16,12 @@ from lorad_kernels.ops import (
     AttentionBatch,
     add_lora,
     add_rms_norm,
+    greedy_tokens,
     paged_attention,
     rotate_and_store,
     row_max,
     silu_mul,
+    take_rows,
     write_kv,
 )
 from lorad_kernels.segments import SHORT_ROWS, LoraSegments, Segment, group_rows
@@ -43,14 +45,17 @@ __all__ = [
     "empty_block",
     "finish",
     "forward_pass",
+    "greedy_tokens",
     "group_rows",
     "pack_adapter",
     "paged_attention",
     "prepare",
+    "record",
     "rotate_and_store",
     "row_max",
     "silu_mul",
     "step_tables",
+    "take_rows",
     "tune_linears",
     "write_kv",
 ]

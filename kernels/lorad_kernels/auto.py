@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
     from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
+
+
+T = TypeVar("T")
 
 
 class Implementation(Protocol):
@@ -62,6 +65,10 @@ class Implementation(Protocol):
 
     def row_max(self, x: Tensor) -> tuple[Tensor, Tensor]: ...
 
+    def greedy_tokens(self, logits: Tensor) -> Tensor: ...
+
+    def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor: ...
+
 
 def implementation(device: torch.device) -> Implementation:
     return _for_type(device.type)
@@ -101,6 +108,21 @@ def finish(device: torch.device) -> None:
         from lorad_kernels import cpu_threads
 
         cpu_threads.finish()
+
+
+def record(work: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
+    """What runs again the CPU operations of `work`, and what `work` returns.
+
+    The tensors that `work` makes are filled by each run, and not before. None if anything else
+    than an operation of this package, queued on the CPU, takes part.
+    """
+    from lorad_kernels import cpu_queue
+
+    try:
+        recorded, result = cpu_queue.record(work)
+    except cpu_queue.NotRecordable:
+        return None
+    return recorded.run, result
 
 
 def prepare(device: torch.device, dtype: torch.dtype) -> None:

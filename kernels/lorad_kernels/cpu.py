@@ -120,3 +120,17 @@ def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
         return cpu_fused.row_max(x)
     finish()
     return reference.row_max(x)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    if logits.dtype in cpu_fused.DTYPES and logits.is_contiguous():
+        return cpu_fused.row_max(logits, finite_only=True)[1]
+    finish()
+    return reference.greedy_tokens(logits)
+
+
+def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if cpu_fused.takes_rows(x, dtype):
+        return cpu_fused.take_rows(x, rows, dtype)
+    finish()
+    return reference.take_rows(x, rows, dtype)

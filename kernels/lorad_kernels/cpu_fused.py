@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numba
+import numpy as np
 import torch
 from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
@@ -18,6 +19,7 @@ from lorad_kernels.cpu_simd import (
     array_at,
     arrive,
     claim,
+    copy,
     float_from,
     get,
     largest,
@@ -136,6 +138,7 @@ def _row_max(arguments, dtype):  # type: ignore[no-untyped-def]
     width = arguments[FIRST + 1]
     values = carray(array_at(arguments[FIRST + 2], float32), 1)
     indices = carray(array_at(arguments[FIRST + 3], int64), 1)
+    finite_only = arguments[FIRST + 4]
     while True:
         row = claim(arguments, NEXT)
         if row >= arguments[COUNT]:
@@ -149,6 +152,8 @@ def _row_max(arguments, dtype):  # type: ignore[no-untyped-def]
                 best, where = top, block
         while get(x, start + where) != best and best == best:
             where += 1
+        if finite_only and not abs(best) < np.inf:
+            where = -1
         values[row], indices[row] = best, where
         arrive(arguments, DONE)
 
@@ -161,6 +166,32 @@ def _row_max_float32(arguments):  # type: ignore[no-untyped-def]
     _row_max(carray(arguments, ARGUMENTS), float32)
 
 
+@numba.njit
+def _take_rows(arguments, dtype, out_dtype):  # type: ignore[no-untyped-def]
+    x = carray(array_at(arguments[FIRST], dtype), 1)
+    width = arguments[FIRST + 1]
+    rows = carray(array_at(arguments[FIRST + 2], int64), 1)
+    out = carray(array_at(arguments[FIRST + 3], out_dtype), 1)
+    while True:
+        row = claim(arguments, NEXT)
+        if row >= arguments[COUNT]:
+            return
+        copy(out, row * width, x, rows[row] * width, width)
+        arrive(arguments, DONE)
+
+
+def _take_rows_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _take_rows(carray(arguments, ARGUMENTS), uint16, uint16)
+
+
+def _take_rows_float32(arguments):  # type: ignore[no-untyped-def]
+    _take_rows(carray(arguments, ARGUMENTS), float32, float32)
+
+
+def _take_rows_wider(arguments):  # type: ignore[no-untyped-def]
+    _take_rows(carray(arguments, ARGUMENTS), uint16, float32)
+
+
 _ADD_NORM = {torch.bfloat16: Kernel(_add_norm_bfloat16), torch.float32: Kernel(_add_norm_float32)}
 _SILU = {torch.bfloat16: Kernel(_silu_mul_bfloat16), torch.float32: Kernel(_silu_mul_float32)}
 _ROTATE = {
@@ -170,9 +201,19 @@ _ROTATE = {
 _ROW_MAX = {torch.bfloat16: Kernel(_row_max_bfloat16), torch.float32: Kernel(_row_max_float32)}
 
 
+_TAKE_ROWS = {
+    (torch.bfloat16, torch.bfloat16): Kernel(_take_rows_bfloat16),
+    (torch.float32, torch.float32): Kernel(_take_rows_float32),
+    (torch.bfloat16, torch.float32): Kernel(_take_rows_wider),
+}
+
 DTYPES = frozenset(_ADD_NORM)
 KERNELS = {
-    dtype: [each[dtype] for each in (_ADD_NORM, _SILU, _ROTATE, _ROW_MAX)] for dtype in DTYPES
+    dtype: [
+        *(each[dtype] for each in (_ADD_NORM, _SILU, _ROTATE, _ROW_MAX)),
+        *(kernel for (source, _), kernel in _TAKE_ROWS.items() if source is dtype),
+    ]
+    for dtype in DTYPES
 }
 
 
@@ -225,11 +266,25 @@ def rotate_and_store(
     return out
 
 
-def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
+def row_max(x: Tensor, *, finite_only: bool = False) -> tuple[Tensor, Tensor]:
+    """With `finite_only`, the index is -1 where the greatest value is NaN or infinite."""
     rows, width = x.shape
     values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     _ROW_MAX[x.dtype](
         rows, x.numel() * x.element_size(), x, width,
-        values, indices,
+        values, indices, int(finite_only),
     )  # fmt: skip
     return values, indices
+
+
+def takes_rows(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `take_rows` copies this."""
+    return (x.dtype, dtype) in _TAKE_ROWS and x.is_contiguous()
+
+
+def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(rows.shape[0], x.shape[1], dtype=dtype)
+    _TAKE_ROWS[x.dtype, dtype](
+        rows.shape[0], 2 * out.numel() * out.element_size(), x, x.shape[1], rows, out
+    )
+    return out

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
+import numpy as np
 import torch
 from numba import carray, int64
 
@@ -23,9 +25,13 @@ from lorad_kernels.cpu_threads import (
     COUNT,
     DONE,
     FIRST,
+    NEXT,
     Kernel,
+    current_queue,
     open_queue,
 )
+
+T = TypeVar("T")
 
 # A thread that waits looks at the counter for some 50 microseconds, then sleeps between looks: a
 # work item takes longer than that only if the system has put its thread aside, and needs the core.
@@ -70,14 +76,19 @@ class KernelQueue:
         if not self._calls:
             return
         calls, self._calls = array("q", self._calls), []
-        block = array("q", (0, len(calls) // 2, 0, calls.buffer_info()[0], _usleep()))
-        QUEUE.run(torch.get_num_threads(), block)
+        _run_all(calls.buffer_info()[0], len(calls) // 2)
         self._keep.clear()
 
 
 @contextmanager
 def queued() -> Iterator[None]:
-    """Inside, kernels of this thread are queued, until `cpu_threads.finish` or the end."""
+    """Inside, kernels of this thread are queued, until `cpu_threads.finish` or the end.
+
+    Inside a `record` they are recorded as all others are.
+    """
+    if current_queue() is not None:
+        yield
+        return
     queue = KernelQueue()
     open_queue(queue)
     try:
@@ -85,6 +96,63 @@ def queued() -> Iterator[None]:
         queue.run()
     finally:
         open_queue(None)
+
+
+class NotRecordable(Exception):
+    """Something else than a kernel takes part."""
+
+
+class _Recording:
+    """Keeps kernels, with their tensors, and never runs one."""
+
+    def __init__(self) -> None:
+        self.addresses: list[int] = []
+        self.blocks: list[array[int]] = []
+        self.keep: list[object] = []
+
+    def add(self, address: int, block: array[int], keep: object) -> None:
+        self.addresses.append(address)
+        self.blocks.append(block)
+        self.keep.append(keep)
+
+    def run(self) -> None:
+        raise NotRecordable
+
+
+class Recorded:
+    """Kernels that can be run again and again, over the same tensors."""
+
+    def __init__(self, recording: _Recording) -> None:
+        self._keep = recording.keep
+        self._blocks = np.zeros((len(recording.blocks), ARGUMENTS), np.int64)
+        for row, block in zip(self._blocks, recording.blocks, strict=True):
+            row[: len(block)] = block
+        first, stride = self._blocks.ctypes.data, self._blocks.strides[0]
+        pairs = [(a, first + i * stride) for i, a in enumerate(recording.addresses)]
+        self._calls = np.array(pairs, np.int64)
+
+    def run(self) -> None:
+        self._blocks[:, [NEXT, DONE]] = 0
+        _run_all(self._calls.ctypes.data, len(self._calls))
+
+
+def record(work: Callable[[], T]) -> tuple[Recorded, T]:
+    """The kernels that `work` would run, and what it returns: tensors that `run` will fill.
+
+    Raises NotRecordable if work calls `finish` anywhere.
+    """
+    recording = _Recording()
+    open_queue(recording)
+    try:
+        result = work()
+    finally:
+        open_queue(None)
+    return Recorded(recording), result
+
+
+def _run_all(calls: int, count: int) -> None:
+    """Run kernels by a table of their addresses and those of their arguments."""
+    QUEUE.run(torch.get_num_threads(), array("q", (0, count, 0, calls, _usleep())))
 
 
 @cache

@@ -350,6 +350,25 @@ def add_to(typingctx, x, x_offset, y, y_offset, count):  # type: ignore[no-untyp
 
 
 @intrinsic
+def copy(typingctx, out, offset, x, x_offset, count):  # type: ignore[no-untyped-def]
+    """out[i] = x[i] for i < count, as out's dtype."""
+    integer = types.int64
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target = data_of(context, builder, sig.args[0], args[0])
+        source = data_of(context, builder, sig.args[2], args[2])
+
+        def step(k: Any, mask: Any) -> None:
+            value = v.load(builder, _at(builder, source, args[3], k), sig.args[2].dtype, mask)
+            v.put(builder, value, _at(builder, target, args[1], k), sig.args[0].dtype, mask)
+
+        v.for_lanes(builder, args[4], step)
+        return context.get_dummy_value()
+
+    return types.void(out, integer, x, integer, integer), generate
+
+
+@intrinsic
 def set_product(typingctx, out, offset, x, x_offset, factor, weights, count):  # type: ignore[no-untyped-def]
     """out[i] = x[i] * factor * weights[i] for i < count, rounded once; x, weights are float32."""
     integer = types.int64

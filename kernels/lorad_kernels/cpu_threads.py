@@ -49,6 +49,10 @@ class _Queues(threading.local):
 _queues = _Queues()
 
 
+def current_queue() -> Queue | None:
+    return _queues.current
+
+
 def open_queue(queue: Queue | None) -> None:
     _queues.current = queue
 

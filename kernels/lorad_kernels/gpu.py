@@ -91,3 +91,11 @@ def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.is_contiguous():
         return triton_fused.row_max(x)
     return reference.row_max(x)
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    return reference.no_token_unless_finite(*row_max(logits))
+
+
+def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return reference.take_rows(x, rows, dtype)

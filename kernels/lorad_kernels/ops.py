@@ -116,6 +116,17 @@ def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     return implementation(x.device).row_max(x)
 
 
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """The likeliest token of each row of `[S, vocab]`: `[S]` int64, -1 for a row with NaN or
+    infinity. It stays on the device: a step has one number a row to copy back."""
+    return implementation(logits.device).greedy_tokens(logits)
+
+
+def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows `rows [n]` (int64) of `x [m, width]`: `[n, width]`, as `dtype`, else x's own."""
+    return implementation(x.device).take_rows(x, rows, dtype or x.dtype)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

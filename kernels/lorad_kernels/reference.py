@@ -117,3 +117,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def row_max(x: Tensor) -> tuple[Tensor, Tensor]:
     values, indices = x.max(dim=-1)
     return values.float(), indices
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    return no_token_unless_finite(*row_max(logits))
+
+
+def no_token_unless_finite(best: Tensor, tokens: Tensor) -> Tensor:
+    return tokens.masked_fill(~best.isfinite(), -1)
+
+
+def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return x[rows].to(dtype)

@@ -18,7 +18,7 @@ from lorad.adapters.host_cache import HostCache
 from lorad.adapters.loader import AdapterLoader
 from lorad.adapters.weights import AdapterWeights
 from lorad.engine.adapter_tiers import AdapterTiers
-from lorad.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs
+from lorad.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs, recorded
 from lorad.engine.delta_check import DeltaChecker
 from lorad.engine.engine import Engine, Message, StartCheck
 from lorad.engine.model_runner import ModelRunner
@@ -209,8 +209,10 @@ def _engine(
 
 def _capture(options: EngineOptions, config: ModelConfig, device: torch.device) -> Capture | None:
     """What records decode steps; None where they are launched kernel by kernel."""
-    if device.type != "cuda" or not captures(device, config.shape.head_dim):
+    if not captures(device, config.shape.head_dim):
         return None
+    if device.type == "cpu":
+        return recorded
     return CudaCapture(device) if options.cuda_graphs else None
 
 
@@ -228,13 +230,16 @@ def _graphs(
             max_lora_rank=options.max_lora_rank,
             capture=capture,
         )
+        if capture is not recorded:  # that costs less than a step, and memory: when needed
+            graphs.capture_all()
+            seconds = time.monotonic() - started
+            log.info("captured %d decode steps in %.1f s", graphs.count, seconds)
     except torch.OutOfMemoryError as error:
         raise LoradError(
             "memory.no_capacity",
             f"the decode steps cannot be captured: {error}",
             hint="lower memory.gpu_memory_utilization, or set engine.cuda_graphs = false",
         ) from None
-    log.info("captured %d decode steps in %.1f s", graphs.count, time.monotonic() - started)
     return graphs
 
 

@@ -9,27 +9,51 @@ not served.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
-from lorad_kernels import captures
+from lorad_kernels import captures, greedy_tokens, record
 from torch import Tensor
 
 from lorad.engine.decode_buffers import DecodeBuffers
-from lorad.engine.sampler import greedy_tokens
 from lorad.engine.step_inputs import StepInputs
 from lorad.memory.slab import Slab
 from lorad.model.decoder import Decoder, KVCacheViews
 from lorad.sizing.graph_memory import graph_rows
 
-Run = Callable[[], None]
-# Takes what a step does, returns what does it again.
-Capture = Callable[[Run], Run]
+# Logits `[rows, vocab]` and `greedy_tokens` `[rows]`.
+Outputs = tuple[Tensor, Tensor]
+Run = Callable[[], Outputs]
+# Takes what a step does, and where its outputs are to be copied if they would not last; returns
+# what does it again. None if the step cannot be captured.
+Capture = Callable[[Run, Outputs], Run | None]
+
+# On a CPU each captured step keeps its activations: some MiB at most.
+KEPT_ON_CPU = 8
 
 
-def as_it_is(run: Run) -> Run:
-    """Capture without a GPU: a replay is a call."""
-    return run
+def as_it_is(run: Run, into: Outputs) -> Run:
+    """A replay is a call."""
+
+    def again() -> Outputs:
+        return _copied(run(), into)
+
+    return again
+
+
+def recorded(run: Run, into: Outputs) -> Run | None:
+    """On a CPU: the kernels' arguments, if the step is kernels of our own alone."""
+    recording = record(run)
+    if recording is None:
+        return None
+    run_again, outputs = recording
+
+    def again() -> Outputs:
+        run_again()
+        return outputs
+
+    return again
 
 
 class CudaCapture:
@@ -39,7 +63,7 @@ class CudaCapture:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Run, into: Outputs) -> Run:
         # Once outside: Triton compiles, and cuBLAS takes its workspace, at the first call.
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -49,8 +73,20 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may allocate pinned memory in the meantime.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+            _copied(run(), into)
+
+        def again() -> Outputs:
+            graph.replay()
+            return into
+
+        return again
+
+
+def _copied(outputs: Outputs, into: Outputs) -> Outputs:
+    """Graphs that share a pool would overwrite each other's outputs."""
+    for source, target in zip(outputs, into, strict=True):
+        target.copy_(source)
+    return into
 
 
 class DecodeGraphs:
@@ -78,12 +114,16 @@ class DecodeGraphs:
         self._logits = torch.zeros(rows, shape.vocab_size, dtype=decoder.dtype, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._filled = (0, 0, False)  # rows that are real, rows with padding, any adapter
-        self._replays: dict[tuple[int, bool], Run] = {}
-        with torch.inference_mode():
-            for size in reversed(self._sizes):
-                self._fill_nothing(size)
-                for lora in (True, False):
-                    self._replays[size, lora] = capture(self._step(size, lora))
+        self._capture = capture
+        self._replays: OrderedDict[tuple[int, bool], Run | None] = OrderedDict()
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Now, rather than when a size is first needed."""
+        for size in reversed(self._sizes):
+            self._fill_nothing(size)
+            for lora in (True, False):
+                self._captured(size, lora)
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +137,9 @@ class DecodeGraphs:
     def serves(self, step: StepInputs) -> bool:
         """Whether the step is one of decodes alone, few enough, with ranks that were captured."""
         small = step.only_decodes and len(step.token_ids) <= self._buffers.rows
-        return small and self._buffers.fits(step.adapters)
+        if not small or not self._buffers.fits(step.adapters):
+            return False
+        return self._captured(self._padded(step), step.segments is not None) is not None
 
     def run(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """As EagerSteps.run, of a step that is served; valid until the next one."""
@@ -106,24 +148,37 @@ class DecodeGraphs:
 
     def fill(self, step: StepInputs) -> None:
         """Write a step that is served into the buffers."""
-        count = len(step.token_ids)
-        size = next(size for size in self._sizes if size >= count)
+        size = self._padded(step)
         self._buffers.fill(step, size)
-        self._filled = (count, size, step.segments is not None)
+        self._filled = (len(step.token_ids), size, step.segments is not None)
 
     def replay(self) -> tuple[Tensor, Tensor]:
         """Logits `[n, vocab]` and `greedy_tokens` `[n]` of what was filled in."""
         count, size, lora = self._filled
-        self._replays[size, lora]()
-        return self._logits[:count], self._tokens[:count]
+        run = self._captured(size, lora)
+        if run is None:
+            raise RuntimeError("a step that is not served")
+        logits, tokens = run()
+        return logits[:count], tokens[:count]
+
+    def _padded(self, step: StepInputs) -> int:
+        return next(size for size in self._sizes if size >= len(step.token_ids))
+
+    def _captured(self, size: int, lora: bool) -> Run | None:
+        if (size, lora) not in self._replays:
+            into = (self._logits[:size], self._tokens[:size])
+            self._replays[size, lora] = self._capture(self._step(size, lora), into)
+            if self._decoder.device.type == "cpu" and len(self._replays) > KEPT_ON_CPU:
+                self._replays.popitem(last=False)
+        self._replays.move_to_end((size, lora))
+        return self._replays[size, lora]
 
     def _step(self, size: int, lora: bool) -> Run:
         batch = self._buffers.batch(size, lora)
 
-        def run() -> None:
+        def run() -> Outputs:
             logits = self._decoder.forward(batch, self._kv)
-            self._logits[:size].copy_(logits)
-            self._tokens[:size].copy_(greedy_tokens(logits))
+            return logits, greedy_tokens(logits)
 
         return run
 

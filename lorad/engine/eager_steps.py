@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lorad_kernels import AdapterFactors, AttentionBatch, FactorTable, step_tables
+from lorad_kernels import (
+    AdapterFactors,
+    AttentionBatch,
+    FactorTable,
+    greedy_tokens,
+    step_tables,
+)
 from torch import Tensor
 
 from lorad.engine.probe import DeltaRecorder, RecordedDelta, probe_batch, scratch_kv
-from lorad.engine.sampler import greedy_tokens
 from lorad.engine.step_inputs import PackedAdapters, StepInputs, same_adapters
 from lorad.memory.slab import Slab
 from lorad.model.decoder import Decoder, KVCacheViews

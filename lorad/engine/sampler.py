@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import row_max
+from lorad_kernels import greedy_tokens
 from torch import Tensor
 
 from lorad.engine.messages import SamplingParams, TokenLogprob
@@ -23,15 +23,6 @@ class Sampled:
 
     token_id: int | None
     logprob: TokenLogprob | None = None
-
-
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """The likeliest token of each row, `[S]` int64; -1 for a row with NaN or infinity.
-
-    Stays on the device: a step has one number a row to copy back, and waits once.
-    """
-    best, tokens = row_max(logits)  # NaN when a row holds one
-    return tokens.masked_fill(~best.isfinite(), -1)
 
 
 def sample(

@@ -13,10 +13,11 @@ from lorad_kernels import (
     paged_attention,
     rotate_and_store,
     silu_mul,
+    take_rows,
     tune_linears,
 )
 from torch import Tensor
-from torch.nn.functional import embedding, rms_norm
+from torch.nn.functional import rms_norm
 
 from lorad.model.config import ModelConfig
 from lorad.model.forward_batch import ForwardBatch
@@ -79,9 +80,9 @@ class Decoder:
         The residual stream is float32: in bf16 its large channels (SmolLM2's reach 25,000) lose
         what the layers add, and the logits' error is half as large again.
         """
-        x = embedding(batch.token_ids, self.embed_tokens).float()
-        rope = self.rotary.at(batch.positions)
         with forward_pass(self.device):
+            x = take_rows(self.embed_tokens, batch.token_ids, torch.float32)
+            rope = self.rotary.at(batch.positions)
             delta = None
             for i, layer in enumerate(self.layers):
                 normed = self._add_norm(x, delta, layer.input_norm)
@@ -90,8 +91,7 @@ class Decoder:
                 activated = silu_mul(layer.gate_up_proj(normed, batch.lora))
                 delta = layer.down_proj(activated, batch.lora)
             normed = self._add_norm(x, delta, self.final_norm)
-            finish(self.device)
-            return self._logits(normed[batch.logits_rows])
+            return self._logits(take_rows(normed, batch.logits_rows))
 
     def tune(self, spare_bytes: int) -> None:
         """Measure once how each projection is computed best; may copy weights (see ops)."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import BaseLinear
+from lorad_kernels import BaseLinear, take_rows
 from torch import Tensor
 
 from lorad.model.config import ModelConfig, RopeScaling
@@ -28,7 +28,7 @@ class RotaryEmbedding:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each `[T, head_dim]`: looked up once per step, used by every layer."""
-        return self.cos[positions], self.sin[positions]
+        return take_rows(self.cos, positions), take_rows(self.sin, positions)
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
