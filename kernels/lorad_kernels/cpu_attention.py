@@ -15,17 +15,15 @@ import torch
 from numba import carray, float32, int64, uint16
 from torch import Tensor
 
+from lorad_kernels.cpu_dots import add_weighted, dot_strip, strip_rows
 from lorad_kernels.cpu_simd import (
-    add_weighted,
     array_at,
     arrive,
     claim,
-    dot_strip,
     exp_and_sum,
     float_from,
     largest,
     set_scaled,
-    strip_rows,
 )
 from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, float_bits
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from lorad_kernels import cpu_amx
+from lorad_kernels.cpu_dots import dot_strip, strip_rows
 from lorad_kernels.cpu_queue import queued
-from lorad_kernels.cpu_simd import array_at, arrive, claim, dot_strip, get, set_scaled, strip_rows
+from lorad_kernels.cpu_simd import array_at, arrive, claim, get, set_scaled
 from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, finish
 
 _COLUMNS = 64  # rows of the weight in a work item

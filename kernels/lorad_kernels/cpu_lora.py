@@ -15,7 +15,8 @@ import torch
 from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
-from lorad_kernels.cpu_simd import add_scaled, array_at, arrive, claim, dot_strip, strip_rows
+from lorad_kernels.cpu_dots import dot_strip, strip_rows
+from lorad_kernels.cpu_simd import add_scaled, array_at, arrive, claim
 from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, constant
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ Arrays of uint16 hold bfloat16; everything is computed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -24,17 +23,13 @@ from numba.extending import intrinsic
 from lorad_kernels import cpu_vectors as v
 from lorad_kernels.cpu_vectors import LANES
 
-# Columns of a strip that are read side by side: more streams than that the hardware does not
-# fetch ahead, and fewer would wait for the multiply-adds.
-_STREAMS = 4
-
 
 def data_of(context: Any, builder: Any, array_type: types.Type, value: Any) -> Any:
     """The pointer to an array's first element."""
     return context.make_array(array_type)(context, builder, value).data
 
 
-def _at(builder: Any, data: Any, offset: Any, index: Any) -> Any:
+def at(builder: Any, data: Any, offset: Any, index: Any) -> Any:
     return builder.gep(data, [builder.add(offset, index)])
 
 
@@ -44,170 +39,6 @@ def clamped(builder: Any, offset: Any, index: int, stride: Any, count: Any) -> A
     inside = builder.icmp_signed("<", v.I64(index), count)
     row = builder.select(inside, v.I64(index), last)
     return builder.add(offset, builder.mul(row, stride))
-
-
-def _dot_strip(rows: int) -> Callable[..., None]:
-    columns = LANES // rows
-
-    @intrinsic
-    def strip(  # type: ignore[no-untyped-def]
-        typingctx,
-        x,
-        x_offset,
-        x_stride,
-        x_count,
-        w,
-        w_offset,
-        w_stride,
-        w_count,
-        ahead,
-        length,
-        out,
-        out_offset,
-        out_stride,
-    ):
-        integer = types.int64
-        signature = types.void(
-            *(x, integer, integer, integer, w, integer, integer, integer, integer, integer),
-            *(out, integer, integer),
-        )
-
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            x_data = data_of(context, builder, sig.args[0], args[0])
-            w_data = data_of(context, builder, sig.args[4], args[4])
-            out_data = data_of(context, builder, sig.args[10], args[10])
-            w_stride, w_count = args[6], args[7]
-            xs = [clamped(builder, args[1], i, args[2], args[3]) for i in range(rows)]
-            places = [cgutils.alloca_once(builder, v.VECTOR) for _ in range(_STREAMS * rows)]
-
-            def dots(ws: list[Any]) -> list[Any]:
-                """Sums over k, by lane, of each x with each of a few columns."""
-                sums = places[: len(ws) * rows]
-                for place in sums:
-                    builder.store(ir.Constant(v.VECTOR, None), place)
-
-                is_wide = sig.args[4].dtype == types.float32  # a vector fills a cache line
-
-                def step(k: Any, mask: Any, starts_line: bool) -> None:
-                    values = [
-                        v.load(builder, _at(builder, x_data, offset, k), sig.args[0].dtype, mask)
-                        for offset in xs
-                    ]
-                    for column, offset in enumerate(ws):
-                        pointer = _at(builder, w_data, offset, k)
-                        weight = v.load(builder, pointer, sig.args[4].dtype, mask)
-                        if starts_line or is_wide:
-                            v.prefetch(builder, builder.gep(pointer, [args[8]]))
-                        for row, value in enumerate(values):
-                            place = sums[row * len(ws) + column]
-                            builder.store(v.fma(builder, value, weight, builder.load(place)), place)
-
-                v.for_lines(builder, args[9], step)
-                return [builder.load(place) for place in sums]
-
-            def products(ws: list[Any], mask: Any) -> list[Any]:
-                """`dots` of a length that fits in one vector."""
-                values = [
-                    v.load(builder, _at(builder, x_data, offset, v.I64(0)), sig.args[0].dtype, mask)
-                    for offset in xs
-                ]
-                found = []
-                for offset in ws:
-                    pointer = _at(builder, w_data, offset, v.I64(0))
-                    weight = v.load(builder, pointer, sig.args[4].dtype, mask)
-                    found.append([builder.fmul(value, weight) for value in values])
-                v.prefetch(builder, builder.gep(w_data, [builder.add(ws[0], args[8])]))
-                v.prefetch(builder, builder.gep(w_data, [builder.add(ws[-1], args[8])]))
-                return [found[i][row] for row in range(rows) for i in range(len(ws))]
-
-            def tile(n: Any, left: Any, mask: Any = None) -> None:
-                """`columns` columns from n on; with `left` only so many of them exist."""
-                start = builder.add(args[5], builder.mul(n, w_stride))
-                ws = [
-                    builder.add(start, builder.mul(v.I64(i), w_stride))
-                    if left is None
-                    else clamped(builder, start, i, w_stride, left)
-                    for i in range(columns)
-                ]
-                groups = [
-                    dots(ws[i : i + _STREAMS])
-                    if mask is None
-                    else products(ws[i : i + _STREAMS], mask)
-                    for i in range(0, columns, _STREAMS)
-                ]
-                width = min(_STREAMS, columns)
-                total = v.sum_each(
-                    builder,
-                    [
-                        g[row * width + i]
-                        for row in range(rows)
-                        for g in groups
-                        for i in range(width)
-                    ],
-                )
-                for row in range(rows):
-                    place = builder.add(args[11], builder.mul(v.I64(row), args[12]))
-                    pointer = _at(builder, out_data, place, n)
-                    with builder.if_then(builder.icmp_signed("<", v.I64(row), args[3])):
-                        v.store_part(builder, total, row * columns, columns, pointer, left)
-
-            whole = builder.and_(w_count, v.I64(-columns))
-            left = builder.sub(w_count, whole)
-
-            def tiles(mask: Any) -> None:
-                with cgutils.for_range_slice(builder, v.I64(0), whole, v.I64(columns)) as (n, _):
-                    tile(n, None, mask)
-                with builder.if_then(builder.icmp_signed(">", left, v.I64(0))):
-                    tile(whole, left, mask)
-
-            with builder.if_else(builder.icmp_signed(">", args[9], v.I64(LANES))) as (long, short):
-                with long:
-                    tiles(None)
-                with short:
-                    tiles(v.first_lanes(builder, args[9]))
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return strip  # type: ignore[no-any-return]
-
-
-_dot_strip_1, _dot_strip_2, _dot_strip_4 = (_dot_strip(rows) for rows in (1, 2, 4))
-
-
-@numba.njit
-def strip_rows(count):  # type: ignore[no-untyped-def]
-    """How many rows of x a strip takes when `count` are left."""
-    return 4 if count > 2 else count
-
-
-@numba.njit
-def dot_strip(  # type: ignore[no-untyped-def]
-    rows, x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
-    out, out_offset, out_stride,
-):  # fmt: skip
-    """out[i, j] = sum over k < length of x[i, k] * w[j, k], for i < rows, j < w_count.
-
-    `rows` is 1, 2 or 4; of them only the first `x_count` exist. Row i of x starts at
-    `x_offset + i * x_stride`, elements; row j of w and row i of out (float32) likewise. What
-    lies `ahead` elements behind each piece of w is fetched into the cache: rows of w are more
-    streams than the hardware foresees.
-    """
-    if rows == 1:
-        _dot_strip_1(
-            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
-            out, out_offset, out_stride,
-        )  # fmt: skip
-    elif rows == 2:
-        _dot_strip_2(
-            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
-            out, out_offset, out_stride,
-        )  # fmt: skip
-    else:
-        _dot_strip_4(
-            x, x_offset, x_stride, x_count, w, w_offset, w_stride, w_count, ahead, length,
-            out, out_offset, out_stride,
-        )  # fmt: skip
 
 
 @intrinsic
@@ -220,112 +51,13 @@ def sum_of_squares(typingctx, x, offset, length):  # type: ignore[no-untyped-def
         builder.store(ir.Constant(v.VECTOR, None), place)
 
         def step(k: Any, mask: Any) -> None:
-            value = v.load(builder, _at(builder, data, args[1], k), sig.args[0].dtype, mask)
+            value = v.load(builder, at(builder, data, args[1], k), sig.args[0].dtype, mask)
             builder.store(v.fma(builder, value, value, builder.load(place)), place)
 
         v.for_lanes(builder, args[2], step)
         return v.sum_lanes(builder, builder.load(place))
 
     return types.float32(x, types.int64, types.int64), generate
-
-
-def _add_weighted(rows: int, vectors: int) -> Callable[..., None]:
-    @intrinsic
-    def add(  # type: ignore[no-untyped-def]
-        typingctx,
-        weights,
-        w_offset,
-        w_stride,
-        count,
-        x,
-        x_offset,
-        x_stride,
-        ahead,
-        out,
-        out_offset,
-        out_stride,
-    ):
-        integer = types.int64
-        signature = types.void(
-            *(weights, integer, integer, integer, x, integer, integer, integer),
-            *(out, integer, integer),
-        )
-
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            weights_data = data_of(context, builder, sig.args[0], args[0])
-            x_data = data_of(context, builder, sig.args[4], args[4])
-            out_data = data_of(context, builder, sig.args[8], args[8])
-
-            def row_of(offset: Any, row: int, stride: Any) -> Any:
-                return builder.add(offset, builder.mul(v.I64(row), stride))
-
-            steps = [v.I64(LANES * i) for i in range(vectors)]
-            targets = [
-                _at(builder, out_data, row_of(args[9], row, args[10]), step)
-                for row in range(rows)
-                for step in steps
-            ]
-            sums = [cgutils.alloca_once(builder, v.VECTOR) for _ in targets]
-            for place, target in zip(sums, targets, strict=True):
-                builder.store(v.load(builder, target, types.float32), place)
-            with cgutils.for_range(builder, args[3]) as loop:
-                first = builder.add(args[5], builder.mul(loop.index, args[6]))
-                pointers = [_at(builder, x_data, first, step) for step in steps]
-                values = [v.load(builder, pointer, sig.args[4].dtype) for pointer in pointers]
-                # A cache line holds two vectors of bfloat16, one of float32.
-                for pointer in pointers[:: 1 if sig.args[4].dtype == types.float32 else 2]:
-                    v.prefetch(builder, builder.gep(pointer, [args[7]]))
-                for row in range(rows):
-                    at = _at(builder, weights_data, row_of(args[1], row, args[2]), loop.index)
-                    weight = v.splat(builder, builder.load(at))
-                    for i, value in enumerate(values):
-                        place = sums[row * vectors + i]
-                        builder.store(v.fma(builder, weight, value, builder.load(place)), place)
-            for place, target in zip(sums, targets, strict=True):
-                v.store(builder, builder.load(place), target)
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return add  # type: ignore[no-any-return]
-
-
-_add_1x64, _add_2x64, _add_3x64, _add_4x64 = (_add_weighted(rows, 4) for rows in (1, 2, 3, 4))
-_add_1x16 = _add_weighted(1, 1)
-
-
-@numba.njit
-def add_weighted(  # type: ignore[no-untyped-def]
-    rows, weights, w_offset, w_stride, count, x, x_offset, x_stride, ahead, width,
-    out, out_offset, out_stride,
-):  # fmt: skip
-    """out[r, d] += sum over j < count of weights[r, j] * x[j, d], for r < rows, d < width.
-
-    j ascends. Row r of weights starts at `w_offset + r * w_stride`, rows of x and out likewise;
-    `ahead` as in `dot_strip`. width is a multiple of 16; out and weights are float32.
-    """
-    for r in range(0, rows, 4):
-        w, o, fetch = w_offset + r * w_stride, out_offset + r * out_stride, ahead if r == 0 else 0
-        d = 0
-        while d + 64 <= width:
-            if rows - r >= 4:
-                _add_4x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
-                          out, o + d, out_stride)  # fmt: skip
-            elif rows - r == 3:
-                _add_3x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
-                          out, o + d, out_stride)  # fmt: skip
-            elif rows - r == 2:
-                _add_2x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
-                          out, o + d, out_stride)  # fmt: skip
-            else:
-                _add_1x64(weights, w, w_stride, count, x, x_offset + d, x_stride, fetch,
-                          out, o + d, out_stride)  # fmt: skip
-            d += 64
-        while d < width:
-            for i in range(min(4, rows - r)):
-                _add_1x16(weights, w + i * w_stride, 0, count, x, x_offset + d, x_stride, fetch,
-                          out, o + i * out_stride + d, 0)  # fmt: skip
-            d += 16
 
 
 @intrinsic
@@ -338,9 +70,9 @@ def add_to(typingctx, x, x_offset, y, y_offset, count):  # type: ignore[no-untyp
         source = data_of(context, builder, sig.args[2], args[2])
 
         def step(k: Any, mask: Any) -> None:
-            pointer = _at(builder, target, args[1], k)
+            pointer = at(builder, target, args[1], k)
             old = v.load(builder, pointer, types.float32, mask)
-            added = v.load(builder, _at(builder, source, args[3], k), sig.args[2].dtype, mask)
+            added = v.load(builder, at(builder, source, args[3], k), sig.args[2].dtype, mask)
             v.put(builder, builder.fadd(old, added), pointer, types.float32, mask)
 
         v.for_lanes(builder, args[4], step)
@@ -359,8 +91,8 @@ def copy(typingctx, out, offset, x, x_offset, count):  # type: ignore[no-untyped
         source = data_of(context, builder, sig.args[2], args[2])
 
         def step(k: Any, mask: Any) -> None:
-            value = v.load(builder, _at(builder, source, args[3], k), sig.args[2].dtype, mask)
-            v.put(builder, value, _at(builder, target, args[1], k), sig.args[0].dtype, mask)
+            value = v.load(builder, at(builder, source, args[3], k), sig.args[2].dtype, mask)
+            v.put(builder, value, at(builder, target, args[1], k), sig.args[0].dtype, mask)
 
         v.for_lanes(builder, args[4], step)
         return context.get_dummy_value()
@@ -381,10 +113,10 @@ def set_product(typingctx, out, offset, x, x_offset, factor, weights, count):  #
         factor = v.splat(builder, args[4])
 
         def step(k: Any, mask: Any) -> None:
-            value = v.load(builder, _at(builder, xs, args[3], k), types.float32, mask)
+            value = v.load(builder, at(builder, xs, args[3], k), types.float32, mask)
             weight = v.load(builder, builder.gep(ws, [k]), types.float32, mask)
             value = builder.fmul(builder.fmul(value, factor), weight)
-            v.put(builder, value, _at(builder, target, args[1], k), sig.args[0].dtype, mask)
+            v.put(builder, value, at(builder, target, args[1], k), sig.args[0].dtype, mask)
 
         v.for_lanes(builder, args[6], step)
         return context.get_dummy_value()
@@ -406,14 +138,14 @@ def set_rotated(typingctx, out, offset, x, x_offset, cos, sin, angle, half):  # 
 
         def step(k: Any, mask: Any) -> None:
             def get(data: Any, offset: Any, dtype: types.Type) -> Any:
-                return v.load(builder, _at(builder, data, offset, k), dtype, mask)
+                return v.load(builder, at(builder, data, offset, k), dtype, mask)
 
             a = get(xs, args[3], sig.args[2].dtype)
             b = get(xs, builder.add(args[3], half), sig.args[2].dtype)
             c, s = get(cosines, args[6], sig.args[4].dtype), get(sines, args[6], sig.args[5].dtype)
             first = builder.fsub(builder.fmul(a, c), builder.fmul(b, s))
             second = builder.fadd(builder.fmul(b, c), builder.fmul(a, s))
-            place = _at(builder, target, args[1], k)
+            place = at(builder, target, args[1], k)
             v.put(builder, first, place, sig.args[0].dtype, mask)
             v.put(builder, second, builder.gep(place, [half]), sig.args[0].dtype, mask)
 
