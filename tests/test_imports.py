@@ -40,6 +40,7 @@ def below(package: str, *names: str) -> tuple[str, ...]:
 
 BASE = below("lorad", "adapter_ref", "errors", "paths", "wire")
 CLIENT = "lorad.admin_client"
+HTTP = "lorad.admin_http"
 SIZING = ("lorad.sizing",)
 # Adapters read from JSON and a safetensors header: nothing to install, nothing to wait for.
 HEADERS = below(
@@ -57,7 +58,8 @@ RULES = {
     "lorad.config": Rule(BASE),
     "lorad.log": Rule(),
     "lorad.sockets": Rule(BASE),
-    CLIENT: Rule((*BASE, *HEADERS)),
+    HTTP: Rule(BASE),
+    CLIENT: Rule((*BASE, HTTP, *HEADERS)),
     "lorad.detach": Rule((*BASE, CLIENT), ("typer",)),
     "lorad.main": Rule(
         (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log")), others=("typer",)
