@@ -26,7 +26,10 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """A setting with its help; limits are `choices`, `low`, `high`, or `size=True` (bytes)."""
+    """A setting with its help; limits are `choices`, `low`, `high`, or `size=True` (bytes).
+
+    `reloads=True`: it can change while the daemon runs.
+    """
     return field(default=default, metadata={"help": help, **limits})
 
 
@@ -35,10 +38,12 @@ class ServerSection:
     host: str = option("127.0.0.1", "Address of the public OpenAI-compatible API.")
     port: int = option(8000, "Its TCP port; 0 takes a free one.", low=0, high=65535)
     api_keys: str = option(
-        "", "File of bearer keys, one `key tenant` a line. Empty: no key is asked for."
+        "",
+        "File of bearer keys, one `key tenant` a line. Empty: no key is asked for.",
+        reloads=True,
     )
     drain_timeout: float = option(
-        30.0, "Seconds running requests may go on after SIGTERM.", low=0, high=3600
+        30.0, "Seconds running requests may go on after SIGTERM.", low=0, high=3600, reloads=True
     )
 
 
@@ -73,6 +78,7 @@ class EngineSection:
         "Requests running and waiting; beyond it a request gets status 429.",
         low=1,
         high=2**20,
+        reloads=True,
     )
     max_loras: int = option(
         32, "Different adapters in one step. Reserves nothing.", low=1, high=4096
@@ -134,12 +140,13 @@ class RegistrySection:
         "refers to. 0: all.",
         low=0,
         high=10**6,
+        reloads=True,
     )
 
 
 @dataclass(frozen=True)
 class LogSection:
-    level: str = option("info", "How much to log.", choices=LEVELS)
+    level: str = option("info", "How much to log.", choices=LEVELS, reloads=True)
 
 
 @dataclass(frozen=True)
@@ -206,6 +213,12 @@ def load_config(
         if raw is not None:
             take(setting, raw, "flag")
     return LoadedConfig(_build(values), origins)
+
+
+def reloaded(running: Config, wanted: Config) -> Config:
+    """`running` with those settings of `wanted` that can change while the daemon runs."""
+    new = {key: value for key, value in wanted.items() if SETTINGS[key].metadata.get("reloads")}
+    return _build({**dict(running.items()), **new})
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -20,7 +20,7 @@ import torch
 import uvicorn
 
 from lorad import systemd
-from lorad.adapter_ref import DEFAULT_TENANT, AdapterName, AdapterRef
+from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.adapters.peft_format import PeftAdapter
 from lorad.adapters.spectrum import read_checked
 from lorad.adapters.weights import AdapterWeights, read_weights
@@ -29,6 +29,7 @@ from lorad.engine.async_engine import AsyncEngine
 from lorad.engine.build import BuiltEngine, EngineOptions, build_engine
 from lorad.engine.messages import GenerationRequest, SamplingParams
 from lorad.errors import LoradError
+from lorad.live_settings import LiveSettings, terminal_watch
 from lorad.model.chat_template import ChatTemplate
 from lorad.model.hub import model_directory
 from lorad.model.tokenizer import Tokenizer
@@ -70,19 +71,33 @@ class Ready:
     seconds: float
 
 
-def run(config: Config, announce: Callable[[Ready], None], progress: Progress) -> None:
-    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start."""
-    asyncio.run(_serve(config, announce, progress))
+def run(
+    config: Config,
+    read_again: Callable[[], Config],
+    announce: Callable[[Ready], None],
+    progress: Progress,
+) -> None:
+    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start.
+
+    SIGHUP takes over what has changed in the settings, which `read_again` gives.
+    """
+    asyncio.run(_serve(config, read_again, announce, progress))
 
 
-async def _serve(config: Config, announce: Callable[[Ready], None], progress: Progress) -> None:
+async def _serve(
+    config: Config,
+    read_again: Callable[[], Config],
+    announce: Callable[[Ready], None],
+    progress: Progress,
+) -> None:
     started = time.monotonic()
+    stop, live = asyncio.Event(), LiveSettings(config, read_again)
+    _on_hangup(stop, live)
     # The cheap things that can fail come before the model is read.
     with (
         _admin_socket(config) as admin,
         contextlib.closing(public_listener(config.server.host, config.server.port)) as public,
     ):
-        keys = read_api_keys(Path(config.server.api_keys)) if config.server.api_keys else {}
         directory = model_directory(config.model.path)
         base_model = config.model.name or _base_name(config.model.path)
         tokenizer = Tokenizer.from_dir(directory)
@@ -94,8 +109,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                 tokenizer.eos_token_ids,
                 progress,
             )
-            async with _running_engine(config, built, tokenizer) as engine:
-                stop = asyncio.Event()
+            async with _running_engine(live, built, tokenizer) as engine:
                 traffic = Traffic(engine, registry.find, CanaryWatch(_giving_up(registry)))
                 template = ChatTemplate.from_dir(directory, tokenizer.special_tokens)
                 canaries = CanaryCollector(registry.adapters, traffic.watch)
@@ -107,7 +121,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     tokenizer=tokenizer,
                     chat_template=template,
                     limits=Limits(built.max_model_len, shape.vocab_size),
-                    api_keys=keys,
+                    api_keys=live.api_keys,
                     metrics_text=metrics,
                     trouble=lambda: _trouble(engine, traffic),
                 )
@@ -115,12 +129,12 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     registry,
                     engine,
                     traffic,
-                    config=dict(config.items()),
+                    config=lambda: dict(live.config.items()),
                     shutdown=stop.set,
                     metrics=metrics,
                     self_test=SelfTest(engine, tokenizer, template),
                     stopping=stop.is_set,
-                    keep=config.registry.keep,
+                    keep=lambda: live.config.registry.keep,
                     groups=admin.groups,
                 )
                 servers = [
@@ -136,8 +150,9 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     ):
                         await stop.wait()
                     systemd.notify("STOPPING=1")
-                    log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
-                    await engine.stop(config.server.drain_timeout)
+                    patience = live.config.server.drain_timeout
+                    log.info("stopping: up to %g s for what runs", patience)
+                    await engine.stop(patience)
                 log.info("stopped")
 
 
@@ -250,6 +265,22 @@ async def _signals(stop: asyncio.Event) -> AsyncIterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _on_hangup(stop: asyncio.Event, live: LiveSettings) -> None:
+    """SIGHUP reloads, from the first moment on: one that comes while the model loads waits.
+
+    A daemon whose terminal has gone away ends instead, as programs do.
+    """
+    terminal_is_gone = terminal_watch()
+
+    def hangup() -> None:
+        if terminal_is_gone():
+            stop.set()
+        else:
+            live.reload()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
+
+
 @contextlib.contextmanager
 def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterator[Registry]:
     def check(directory: Path) -> PeftAdapter:
@@ -271,9 +302,11 @@ def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterat
 
 @contextlib.asynccontextmanager
 async def _running_engine(
-    config: Config, built: BuiltEngine, tokenizer: Tokenizer
+    live: LiveSettings, built: BuiltEngine, tokenizer: Tokenizer
 ) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=config.engine.max_queued)
+    most = live.config.engine.max_queued
+    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=most)
+    live.follow(lambda config: setattr(engine, "max_queued", config.engine.max_queued))
     await engine.start()
     try:
         yield engine
@@ -313,32 +346,6 @@ def _engine_options(config: Config, directory: Path) -> EngineOptions:
         adapter_floor=config.memory.adapter_floor,
         adapter_ceiling=config.memory.adapter_ceiling,
     )
-
-
-def read_api_keys(file: Path) -> dict[str, str]:
-    """`key tenant` a line, `#` begins a comment; a key alone is for the default tenant."""
-    try:
-        lines = file.expanduser().read_text("utf-8").splitlines()
-    except OSError as error:
-        raise LoradError("config.invalid", f"server.api_keys: {file}: {error.strerror}") from None
-    keys: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        if len(words) > 2 or words[0] in keys:
-            raise LoradError(
-                "config.invalid",
-                f"{file}:{number}: not `key tenant`, or a key that is there already",
-                hint="one key and the tenant it stands for a line",
-            )
-        keys[words[0]] = words[1] if len(words) == 2 else DEFAULT_TENANT
-    if not keys:
-        # An empty file must not open the port to everybody.
-        raise LoradError(
-            "config.invalid", f"{file} holds no key", hint="add one, or unset api_keys"
-        )
-    return keys
 
 
 def _base_name(model: str) -> str:

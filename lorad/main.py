@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lorad import __version__
-from lorad.config import LoadedConfig, load_config
+from lorad.config import Config, LoadedConfig, load_config
 from lorad.errors import LoradError
 from lorad.paths import config_file, socket_path
 
@@ -74,7 +75,7 @@ def start(
         Path | None, typer.Option(help="With --detach: where its log goes.")
     ] = None,
 ) -> None:
-    """Serve a base model and its adapters until SIGTERM or Ctrl-C.
+    """Serve a base model and its adapters until SIGTERM or Ctrl-C; SIGHUP reloads settings.
 
     Settings come from these options, then LORAD_* variables, then lorad.toml.
     """
@@ -113,7 +114,7 @@ def start(
 
             start_detached(sys.argv[1:], socket_path(loaded.config.admin.socket or None), log_file)
         else:
-            _serve(loaded)
+            _serve(loaded.config, lambda: _load(config, flags).config)
 
 
 @app.command()
@@ -174,16 +175,16 @@ def _load(file: Path | None, flags: dict[str, Any]) -> LoadedConfig:
     return load_config(config_file(str(file) if file else None), os.environ, flags)
 
 
-def _serve(loaded: LoadedConfig) -> None:
+def _serve(config: Config, read_again: Callable[[], Config]) -> None:
     from lorad.log import set_up_logging
 
-    set_up_logging(loaded.config.log.level)
+    set_up_logging(config.log.level)
     # OpenMP's threads would spin for milliseconds after each matmul, against the event loop and
     # whoever else is on the cores; a short spin is as fast when they are idle.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from lorad.daemon import run  # imports torch: a second or more
 
-    run(loaded.config, _announce, _layer_progress)
+    run(config, read_again, _announce, _layer_progress)
 
 
 def _announce(ready: Ready) -> None:

@@ -125,7 +125,7 @@ def serve(state: Path, path: Path) -> None:
             registry,
             engine,
             traffic,
-            config={"model": {"id": BASE}},
+            config=lambda: {"model": {"id": BASE}},
             shutdown=lambda: setattr(server, "should_exit", True),
             limits=limits,
             groups=groups,

@@ -64,6 +64,7 @@ RULES = {
     "lorad.main": Rule(
         (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log")), others=("typer",)
     ),
+    "lorad.live_settings": Rule((*BASE, *below("lorad", "config", "log", "server.auth"))),
     "lorad.daemon": Rule(("lorad",), ("torch", "uvicorn")),
     "lorad.sizing": Rule((*BASE, *SIZING)),
     "lorad.adapters": Rule((*BASE, *SIZING, *HEADERS)),

@@ -50,21 +50,20 @@ def build_admin_app(
     engine: AdminEngine,
     traffic: Traffic,
     *,
-    config: Mapping[str, Any],
+    config: Callable[[], Mapping[str, Any]],
     shutdown: Callable[[], None],
     metrics: Callable[[], bytes] = generate_latest,
     limits: AdminLimits | None = None,
     self_test: SelfTest | None = None,
     stopping: Callable[[], bool] = lambda: False,
-    keep: int = 0,
+    keep: Callable[[], int] = lambda: 0,
     groups: AdminGroups | None = None,
 ) -> Starlette:
     """The ASGI app of the admin socket; serve it by `admin_transport.admin_server_config`.
 
-    `config` is shown by GET /v1/config, so it must hold no secret. `shutdown` begins the end
-    of the daemon and returns at once; `stopping` tells that
-    the end has begun. Peers must be root, the daemon's user or in one of
-    `groups`.
+    `config` is shown by GET /v1/config, so it must hold no secret; it and `keep` are asked each
+    time. `shutdown` begins the end of the daemon and returns at once; `stopping` tells that the
+    end has begun. Peers must be root, the daemon's user or in one of `groups`.
     """
     limits = limits or AdminLimits()
     app = Starlette(
@@ -123,7 +122,7 @@ async def status(request: Request) -> Response:
 
 
 async def show_config(request: Request) -> Response:
-    info: wire.ConfigInfo = {"config": dict(context(request).config)}
+    info: wire.ConfigInfo = {"config": dict(context(request).config())}
     return JSONResponse(info)
 
 

@@ -94,13 +94,12 @@ async def promote(request: Request) -> Response:
 def _apply_policy(request: Request, name: AdapterName) -> None:
     """Delete what the keep policy no longer keeps, after the promote has been answered."""
     ctx = context(request)
-    if ctx.keep == 0:
+    keep = ctx.keep()
+    if keep == 0:
         return
 
     async def collect() -> Response:
-        return JSONResponse(
-            await collect_garbage(ctx, [name], ctx.keep, Who.daemon(), dry_run=False)
-        )
+        return JSONResponse(await collect_garbage(ctx, [name], keep, Who.daemon(), dry_run=False))
 
     with suppress(LoradError):  # too much runs: the next promote collects
         operations(request).begin("gc", request.url.path[:200], Who.daemon(), collect)

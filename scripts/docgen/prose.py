@@ -52,6 +52,10 @@ LORAD = Manual(
         "from their defaults; `lorad check-config` prints each with its origin.",
         "SIGTERM and SIGINT end the daemon: it takes no new requests, lets running ones go on "
         "for `server.drain_timeout` seconds, and removes its socket.",
+        "SIGHUP reads the settings again, and the file of API keys. What can change while the "
+        "daemon runs is taken over (lorad.toml(5) marks those settings), and the log names it; "
+        "for the others it says that they wait for a restart. A file that is wrong changes "
+        "nothing. A daemon whose terminal has been closed ends.",
     ),
     exit_status=(_DONE, _INTERRUPTED),
     environment=(
