@@ -195,9 +195,9 @@ def _deleted(name: AdapterName, labels: list[str], *, dry_run: bool) -> Response
 
 
 CHANGE_ROUTES = [
-    change(f"{wire.ADAPTERS}/{{name:path}}:promote", promote),
-    change(f"{wire.ADAPTERS}/{{name:path}}:rollback", rollback),
-    change(f"{wire.ADAPTERS}/{{name:path}}:retire", retire),
-    change(f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", delete_one, ["DELETE"]),
-    change(f"{wire.ADAPTERS}/{{name:path}}", delete_adapter, ["DELETE"]),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:promote", promote),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:rollback", rollback),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:retire", retire),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}/versions/{{version:label}}", delete_one, ["DELETE"]),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}", delete_adapter, ["DELETE"]),
 ]

@@ -163,7 +163,7 @@ def _pinned(version: Version, pinned: bool, *, dry_run: bool) -> Response:
     return JSONResponse(result)
 
 
-_VERSION = f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}"
+_VERSION = f"{wire.ADAPTERS}/{{name:adapter}}/versions/{{version:label}}"
 
 RESIDENCY_ROUTES = [
     change(f"{_VERSION}:load", load),

@@ -10,6 +10,7 @@ CLASSES = {
     ErrorClass.UNREACHABLE: "No daemon answers, or it is stopping.",
     ErrorClass.PERMISSION: "The caller may not do this.",
     ErrorClass.NOT_FOUND: "What was named does not exist.",
+    ErrorClass.NOT_ALLOWED: "It exists, and does not take this method.",
     ErrorClass.INVALID_ADAPTER: "The adapter would be served wrong, so it is refused.",
     ErrorClass.CONFLICT: "It cannot be done in the present state of things.",
     ErrorClass.NO_CAPACITY: "There is no room for it now.",
@@ -38,6 +39,7 @@ CODES = {
     "upload.not_found": "The upload does not exist, has been committed, or was idle too long.",
     "operation.not_found": "There is no operation with this id.",
     "route.not_found": "There is no such route.",
+    "route.method_not_allowed": "The route is there for other methods; `allow` names them.",
     "adapter.config_missing": "The directory has no adapter_config.json.",
     "adapter.config_invalid": "adapter_config.json is not what PEFT writes: not JSON, or a value "
     "of the wrong kind.",
