@@ -121,7 +121,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.PromoteResult:
         """Without a label, the newest version. `checks` must pass first; see promote_checks."""
-        body = {"version": label, "reason": reason, "checks": list(checks)}
+        body = {"version": label, "reason": _reason(reason), "checks": list(checks)}
         return cast(wire.PromoteResult, self._move(name, "promote", body, generation, dry_run))
 
     def rollback(
@@ -134,7 +134,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.MoveResult:
         """Without a label, the version that was live before."""
-        body = {"to": label, "reason": reason}
+        body = {"to": label, "reason": _reason(reason)}
         return cast(wire.MoveResult, self._move(name, "rollback", body, generation, dry_run))
 
     def canary(
@@ -149,7 +149,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.CanaryResult:
         """Percent 0 ends it. Without a label, the present canary or the newest version."""
-        body: dict[str, Any] = {"percent": percent, "reason": reason}
+        body: dict[str, Any] = {"percent": percent, "reason": _reason(reason)}
         if percent:
             body |= {"version": label, "auto_rollback": auto_rollback}
         return cast(wire.CanaryResult, self._move(name, "canary", body, generation, dry_run))
@@ -225,7 +225,8 @@ class AdminClient:
         """Stream the two files of a directory to the daemon and make them a version."""
         with ExitStack() as stack:
             files = {file: stack.enter_context(_opened(directory, file)) for file in _FILES}
-            body = {"name": name, "version": label, "message": message}
+            text = wire.check_text("message", message)  # before the files are sent
+            body = {"name": name, "version": label, "message": text}
             upload: wire.UploadInfo = self._http.request("POST", wire.UPLOADS, body)
             try:
                 for file, content in files.items():
@@ -325,6 +326,9 @@ class AdminClient:
 
 
 _FILES = (wire.CONFIG_FILE, wire.WEIGHTS_FILE)
+
+
+_reason = partial(wire.check_text, "reason")
 
 
 def _dry(dry_run: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,20 @@ def environment_name(setting: str) -> str:
     if setting == "admin.socket":
         return "LORAD_SOCKET"
     return "LORAD_" + setting.replace(".", "_").upper()
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each LORAD_* variable that means nothing: most likely it is misspelt.
+
+    No error, since other programs may have variables of that name.
+    """
+    known = [*map(environment_name, SETTINGS), "LORAD_CONFIG"]
+    found = []
+    for name in sorted(environment):
+        if name.startswith("LORAD_") and name not in known:
+            close = get_close_matches(name, known, 1, 0.7)
+            found.append(f"{name} is no setting" + (f"; is {close[0]} meant?" if close else ""))
+    return found
 
 
 def load_config(

@@ -108,6 +108,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "memory.no_capacity": ErrorClass.NO_CAPACITY,
     "queue.full": ErrorClass.NO_CAPACITY,
     "store.no_space": ErrorClass.NO_CAPACITY,
+    "output.failed": ErrorClass.NO_CAPACITY,
     "daemon.unreachable": ErrorClass.UNREACHABLE,
     "daemon.stopping": ErrorClass.UNREACHABLE,
     "daemon.draining": ErrorClass.UNREACHABLE,

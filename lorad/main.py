@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lorad import __version__
-from lorad.config import Config, LoadedConfig, load_config
+from lorad.config import Config, LoadedConfig, load_config, unknown_variables
 from lorad.errors import LoradError
 from lorad.paths import config_file, socket_path
+from lorad.program import run_program
 
 if TYPE_CHECKING:
     from lorad.daemon import Ready
@@ -102,6 +103,7 @@ def start(
         "log.level": log_level,
     }
     with _reported():
+        _warn_of_variables()
         loaded = _load(config, flags)
         if not loaded.config.model.path:
             raise LoradError(
@@ -152,6 +154,7 @@ def status(socket: SocketOption = None, json: JsonOption = False) -> None:
 def check_config(config: ConfigFile = None, json: JsonOption = False) -> None:
     """Print every setting's effective value, and where it comes from."""
     with _reported(as_json=json):
+        _warn_of_variables()
         loaded = _load(config, {})
         rows = [(key, value, loaded.origins[key]) for key, value in loaded.config.items()]
         if json:
@@ -173,6 +176,11 @@ def version() -> None:
 
 def _load(file: Path | None, flags: dict[str, Any]) -> LoadedConfig:
     return load_config(config_file(str(file) if file else None), os.environ, flags)
+
+
+def _warn_of_variables() -> None:
+    for warning in unknown_variables(os.environ):
+        typer.echo(f"warning: {warning}", err=True)
 
 
 def _serve(config: Config, read_again: Callable[[], Config]) -> None:
@@ -230,7 +238,7 @@ class _reported:
 
 
 def main() -> None:
-    app()
+    run_program(app)
 
 
 if __name__ == "__main__":

@@ -57,12 +57,14 @@ RULES = {
     **{name: Rule(BASE) for name in BASE},
     "lorad.config": Rule(BASE),
     "lorad.log": Rule(),
+    "lorad.program": Rule(BASE),
     "lorad.sockets": Rule(BASE),
     HTTP: Rule(BASE),
     CLIENT: Rule((*BASE, HTTP, *HEADERS)),
     "lorad.detach": Rule((*BASE, CLIENT), ("typer",)),
     "lorad.main": Rule(
-        (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log")), others=("typer",)
+        (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log", "program")),
+        others=("typer",),
     ),
     "lorad.live_settings": Rule((*BASE, *below("lorad", "config", "log", "server.auth"))),
     "lorad.daemon": Rule(("lorad",), ("torch", "uvicorn")),
@@ -105,7 +107,7 @@ RULES = {
         ("anyio", "prometheus_client", "starlette", "uvicorn"),
     ),
     "loractl": Rule(
-        (*BASE, CLIENT, *SIZING, *HEADERS, *SPECTRA, "loractl"),
+        (*BASE, CLIENT, "lorad.program", *SIZING, *HEADERS, *SPECTRA, "loractl"),
         ("typer",),
         lazy=("huggingface_hub", "matplotlib", "rich", "s3fs"),
     ),

@@ -176,6 +176,9 @@ def test_exit_codes(tinker: Setup, adapters: list[Path], tmp_path: Path) -> None
         ("delete", "tinker@v1", "--yes"): (7, "version.live"),
         ("rollback", "tinker"): (7, "rollback.no_previous"),
         ("canary", "tinker"): (2, "usage.invalid"),
+        ("push", "base", adapters[0]): (2, "name.reserved"),
+        ("push", "tinker", adapters[0], "--message", "x" * 99_000): (2, "request.invalid"),
+        ("promote", "tinker", "v2", "--reason", "x" * 2001): (2, "request.invalid"),
         ("canary", "tinker", "v1", "--percent", "5"): (7, "version.live"),
     }
     for command, (exit_code, code) in cases.items():

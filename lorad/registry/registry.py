@@ -34,7 +34,7 @@ from lorad.registry.records import (
 from lorad.registry.retention import superseded
 from lorad.registry.store import Store, VersionStore, file_sizes
 from lorad.registry.timeline import previous_live
-from lorad.wire import ROUTE_WORDS
+from lorad.wire import BASE_WORD, ROUTE_WORDS
 
 CheckAdapter = Callable[[Path], PeftAdapter]
 
@@ -181,6 +181,8 @@ class Registry:
         base = self.base_model.lower()
         if base in (str(name), name.qualified):
             reason = "it is the base model's id"
+        elif str(name) == BASE_WORD:
+            reason = "it stands for the base model in headers, metrics and `loractl top`"
         elif name.name in ROUTE_WORDS:
             reason = "it is a word of the admin API's paths"
         else:

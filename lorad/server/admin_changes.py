@@ -42,16 +42,22 @@ _CHECKS_LIMIT = 1 << 20  # bytes of a promote's body
 async def bring_to_device(
     ctx: AdminContext, version: Version, *, pin: bool = False, trusted: bool = False
 ) -> AdapterLoaded:
-    """Check the stored bytes against the digest, then load them; errors name the version.
+    """Bring it there, its stored bytes checked against the digest; errors name the version.
 
-    `trusted` leaves the check out for a version that is in memory: it was made when it came.
-    `pin` keeps it there; a version that is pinned already stays so.
+    The loader checks what it reads, so the files of a version that is in memory alone are read
+    here; with `trusted` they are not, since they were right when it came. `pin` keeps it there; a
+    version that is pinned already stays so.
     """
     if not version.servable:
         raise version_failed(version)
-    if not trusted or version.ref.digest not in states(ctx.engine.stats()):
+    if not trusted and _in_memory(ctx, version):
         await to_thread.run_sync(ctx.registry.verify, version.ref)
     return await ctx.engine.load_adapter(version.ref, pin=True if pin or version.pinned else None)
+
+
+def _in_memory(ctx: AdminContext, version: Version) -> bool:
+    known = states(ctx.engine.stats()).get(version.ref.digest)
+    return known is not None and known.residency in ("host", "device")
 
 
 async def ready_to_serve(

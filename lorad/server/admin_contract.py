@@ -31,7 +31,7 @@ def _body(*required: str, **properties: Schema) -> Schema:
     return {**found, "required": list(required)} if required else found
 
 
-_TEXT: Schema = {"type": "string", "maxLength": 2000}
+_TEXT: Schema = {"type": "string", "maxLength": wire.TEXT_LIMIT}
 _NAME: Schema = {"type": "string", "pattern": f"^({PART}/)?{PART}$"}
 _LABEL: Schema = {"type": ["string", "null"], "pattern": f"^{PART}$"}
 _FLAG: Schema = {"type": "boolean", "default": False}

@@ -23,7 +23,8 @@ CODES = {
     "usage.invalid": "Options or arguments that do not go together, or a value out of bounds.",
     "name.invalid": "Not a name: each part is 1 to 64 of a-z 0-9 . _ - , with a letter or digit "
     "at both ends.",
-    "name.reserved": "No adapter may have this name: the base model or a route has it.",
+    "name.reserved": "No adapter may have this name: the base model or a route has it, or it is "
+    "`base`, which stands for the base model in answers.",
     "request.invalid": "A field of the request is missing, unknown, or has a wrong value.",
     "request.too_large": "The body of the request, or an uploaded file, exceeds its limit.",
     "request.context_length": "Prompt and answer together exceed the model's context length.",
@@ -90,6 +91,7 @@ CODES = {
     "auth.invalid_key": "The API key is missing, unknown, or not allowed to do this.",
     "memory.no_capacity": "The device's pages cannot hold it beside what is in use.",
     "queue.full": "As many requests or uploads as allowed are under way; try again shortly.",
+    "output.failed": "What the command prints cannot be written: the disk behind it is full, say.",
     "store.no_space": "The disk of the state directory is full.",
     "daemon.unreachable": "Nothing answers on the admin socket, or the connection broke off.",
     "daemon.stopping": "The daemon is ending and takes nothing new.",

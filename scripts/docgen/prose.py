@@ -67,7 +67,7 @@ LORAD = Manual(
         (
             "LORAD_SECTION_KEY",
             "Any setting: `LORAD_SERVER_PORT` is `port` in section `[server]`. All of them are "
-            "in lorad.toml(5).",
+            "in lorad.toml(5). Another name that begins with `LORAD_` is warned of.",
         ),
         _XDG_RUNTIME,
         (
