@@ -27,7 +27,6 @@ from lorad.adapters.weights import AdapterWeights, read_weights
 from lorad.config import Config
 from lorad.engine.async_engine import AsyncEngine
 from lorad.engine.build import BuiltEngine, EngineOptions, build_engine
-from lorad.engine.messages import GenerationRequest, SamplingParams
 from lorad.errors import LoradError
 from lorad.live_settings import LiveSettings, terminal_watch
 from lorad.model.chat_template import ChatTemplate
@@ -36,7 +35,6 @@ from lorad.model.tokenizer import Tokenizer
 from lorad.paths import socket_path, state_dir
 from lorad.registry.records import Who
 from lorad.registry.registry import Registry
-from lorad.registry.warm_list import read_warm_list, write_warm_list
 from lorad.server.admin import build_admin_app
 from lorad.server.admin_transport import admin_server_config
 from lorad.server.app import build_public_app
@@ -49,11 +47,11 @@ from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 from lorad.sizing.model_shape import ModelShape, read_config
 from lorad.sockets import AdminGroups, AdminSocket, PassedSocket
+from lorad.warming import keep_warm, warm_up
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-_WARM_LIST_SECONDS = 30.0  # between two looks at what has been used
 
 
 @dataclass(frozen=True)
@@ -142,11 +140,12 @@ async def _serve(
                     (_Server(admin_server_config(admin_app)), admin.socket),
                 ]
                 async with _serving(servers), _signals(stop):
-                    await _warm_up(engine, registry, tokenizer)
+                    await warm_up(engine, registry, tokenizer)
                     announce(_ready(public, admin, base_model, built, engine, started))
                     systemd.notify("READY=1", f"STATUS=serving {base_model}")
                     async with _beside(
-                        _warmth(engine, registry, traffic, config.registry.warm), _watchdog(engine)
+                        keep_warm(engine, registry, traffic, config.registry.warm),
+                        _watchdog(engine),
                     ):
                         await stop.wait()
                     systemd.notify("STOPPING=1")
@@ -186,29 +185,6 @@ async def _watchdog(engine: AsyncEngine) -> None:
         if engine.healthy:
             systemd.notify("WATCHDOG=1")
         await asyncio.sleep(interval)
-
-
-async def _warmth(engine: AsyncEngine, registry: Registry, traffic: Traffic, most: int) -> None:
-    """Load what an earlier life used last, then keep the list of this one."""
-    refs = await asyncio.to_thread(read_warm_list, registry.state, registry)
-    traffic.remember(refs)
-    for ref in refs[:most]:
-        stats = engine.stats()
-        if stats.free_pages * 2 < stats.total_pages:
-            break
-        try:
-            await engine.load_adapter(ref)
-        except LoradError as error:
-            log.warning("%s is not loaded again: %s", ref, error.message)
-    written = refs
-    try:
-        while True:
-            await asyncio.sleep(_WARM_LIST_SECONDS)
-            if (used := traffic.last_used()) != written:
-                await asyncio.to_thread(write_warm_list, registry.state, used)
-                written = used
-    finally:
-        write_warm_list(registry.state, traffic.last_used())
 
 
 # --- parts --------------------------------------------------------------------------------
@@ -376,19 +352,6 @@ def _trouble(engine: AsyncEngine, traffic: Traffic) -> str | None:
     if not engine.accepting:
         return "the daemon is stopping"
     return None if engine.healthy else "the engine thread has ended"
-
-
-async def _warm_up(engine: AsyncEngine, registry: Registry, tokenizer: Tokenizer) -> None:
-    """Prove that the base model answers, and bring pinned adapters to the device."""
-    prompt = tokenizer.encode("Hello") or [0]
-    request = GenerationRequest("warm-up", tuple(prompt), SamplingParams(2, temperature=0.0))
-    async for _ in engine.generate(request):
-        pass
-    for ref in registry.pinned():
-        try:
-            await engine.load_adapter(ref, pin=True)
-        except LoradError as error:
-            log.warning("pinned %s is not loaded: %s", ref, error.message)
 
 
 def _ready(

@@ -67,6 +67,12 @@ RULES = {
         others=("typer",),
     ),
     "lorad.live_settings": Rule((*BASE, *below("lorad", "config", "log", "server.auth"))),
+    "lorad.warming": Rule(
+        (
+            *(*BASE, "lorad.engine.async_engine", "lorad.engine.messages"),
+            *("lorad.model.tokenizer", "lorad.registry", "lorad.server.traffic"),
+        )
+    ),
     "lorad.daemon": Rule(("lorad",), ("torch", "uvicorn")),
     "lorad.sizing": Rule((*BASE, *SIZING)),
     "lorad.adapters": Rule((*BASE, *SIZING, *HEADERS)),
