@@ -36,6 +36,7 @@ _SOCKETS = (
 )
 _DONE = ("0", "Done, or it was so already.")
 _INTERRUPTED = ("130", "Interrupted by Ctrl-C.")
+_NOBODY_READS = ("141", "Whoever read its output has gone, as after `| head`.")
 
 LORAD = Manual(
     tagline="serve one base LLM and thousands of LoRA adapters at once",
@@ -57,7 +58,7 @@ LORAD = Manual(
         "for the others it says that they wait for a restart. A file that is wrong changes "
         "nothing. A daemon whose terminal has been closed ends.",
     ),
-    exit_status=(_DONE, _INTERRUPTED),
+    exit_status=(_DONE, _INTERRUPTED, _NOBODY_READS),
     environment=(
         ("LORAD_CONFIG", "Path of lorad.toml; `--config` goes before it."),
         (
@@ -113,7 +114,7 @@ LORACTL = Manual(
         "document whose `schema` tells its kind and version. An error ends with its code in "
         "brackets; docs/errors.md explains each.",
     ),
-    exit_status=(_DONE, _INTERRUPTED),
+    exit_status=(_DONE, _INTERRUPTED, _NOBODY_READS),
     environment=(
         ("LORAD_SOCKET", "Path of the admin socket; `--socket` goes before it."),
         _XDG_RUNTIME,
