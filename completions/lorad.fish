@@ -15,7 +15,7 @@ complete -c lorad -f
 complete -c lorad -n __lorad_command_is -l install-completion -d 'Install completion for the current shell.'
 complete -c lorad -n __lorad_command_is -l show-completion -d 'Show completion for the current shell, to copy it or customize the installation.'
 complete -c lorad -n __lorad_command_is -l help -s h -d 'Show the help and exit.'
-complete -c lorad -n __lorad_command_is -a start -d 'Serve a base model and its adapters until SIGTERM or Ctrl-C'
+complete -c lorad -n __lorad_command_is -a start -d 'Serve a base model and its adapters until SIGTERM or Ctrl-C; SIGHUP reloads settings'
 complete -c lorad -n __lorad_command_is -a stop -d 'Ask the daemon to finish its running requests and end'
 complete -c lorad -n __lorad_command_is -a status -d 'Whether the daemon runs, what it serves, and how full it is'
 complete -c lorad -n __lorad_command_is -a check-config -d 'Print every setting\'s effective value, and where it comes from'

@@ -10,7 +10,7 @@ _lorad() {
     local context state state_descr line
     typeset -A opt_args
     local -a commands=(
-        'start:Serve a base model and its adapters until SIGTERM or Ctrl-C'
+        'start:Serve a base model and its adapters until SIGTERM or Ctrl-C; SIGHUP reloads settings'
         'stop:Ask the daemon to finish its running requests and end'
         'status:Whether the daemon runs, what it serves, and how full it is'
         'check-config:Print every setting'\''s effective value, and where it comes from'

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import platform
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from demo_model import ensure_demo_model
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
@@ -34,15 +34,6 @@ CASES = {"base only": 0, "one adapter": 1, "eight adapters": 8}
 PORT = 8472
 HERE = Path(__file__).resolve().parent
 NOTES = Console(stderr=True)
-
-
-def demo_model() -> Path:
-    spec = importlib.util.spec_from_file_location("demo_model", HERE / "demo_model.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError("demo_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return Path(module.ensure_demo_model())
 
 
 def make_adapters(model: Path, directory: Path) -> list[Path]:
@@ -197,7 +188,7 @@ def _best(work: Callable[[], Any], rounds: int = 8) -> float:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
-    model = demo_model()
+    model = ensure_demo_model()
     directory = Path(tempfile.mkdtemp(prefix="lorad-bench-"))
     try:
         NOTES.print("making eight random adapters")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from demo_model import ensure_demo_model
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.live import Live
@@ -55,7 +54,7 @@ class Demo:
     # --- the daemon and loractl ---------------------------------------------------------
 
     def start(self) -> None:
-        model = _script("demo_model").ensure_demo_model()
+        model = ensure_demo_model()
         self.lorad(
             "start",
             *("--model", str(model), "--name", MODEL, "--port", str(PORT)),
@@ -243,15 +242,6 @@ Try:
         soft_wrap=True,
     )
     return 0
-
-
-def _script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _run(command: list[str]) -> None:

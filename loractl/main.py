@@ -24,6 +24,7 @@ from loractl.commands.show import show
 from loractl.commands.status import status
 from loractl.commands.top import top
 from loractl.commands.version import version
+from lorad.program import run_program
 
 app = typer.Typer(
     name="loractl",
@@ -60,7 +61,7 @@ app.command()(version)
 
 
 def main() -> None:
-    app()
+    run_program(app)
 
 
 if __name__ == "__main__":

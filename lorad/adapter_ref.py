@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from lorad.errors import LoradError
 
 DEFAULT_TENANT = "default"
-_PART = re.compile(r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?")
+PART = r"[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?"
+_PART = re.compile(PART)
 _RULE = "1 to 64 of a-z 0-9 . _ - , starting and ending with a letter or digit"
 _SHOWN = 80
 

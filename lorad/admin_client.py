@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import socket
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 from urllib.parse import urlencode
 
 from lorad import wire
+from lorad.admin_http import AdminHttp, LostAnswer, daemon_error, result_of
 from lorad.errors import LoradError
-from lorad.paths import SOCKET_NAME, socket_path
 
-if TYPE_CHECKING:
-    from http.client import HTTPConnection, HTTPResponse
-
-_SYSTEM_SOCKET = Path("/run/lorad") / SOCKET_NAME
 _UPLOAD_CHUNK = 1 << 18
 _LONGEST_POLL = 30.0  # seconds of one wait for an operation
 _POLL_MARGIN = 30.0
-_QUEUE_RETRY = 0.02
 _DRAIN_MARGIN = 30.0  # seconds that an unload may take beyond its drain
+_PAUSES = (0.05, 0.2, 1.0)  # seconds before a lost answer is asked for again
 
 Progress = Callable[[int], None]  # called with the bytes that were just sent
-
-
-class DaemonError(LoradError):
-    """An error that the daemon answered with; its log knows the request id."""
-
-    request_id = ""
 
 
 class Detached(Exception):
@@ -44,51 +35,52 @@ class Detached(Exception):
 
 
 class AdminClient:
-    """One connection per request. Every method raises LoradError, with the daemon's code or
-    `daemon.unreachable`, `socket.permission`, `operation.timeout`, `daemon.version_mismatch`.
+    """Every method raises LoradError, with the daemon's code or `daemon.unreachable`,
+    `socket.permission`, `operation.timeout`, `daemon.version_mismatch`.
+
+    Each change has an Idempotency-Key of its own: when its answer is lost it is asked for again,
+    and made once.
     """
 
     def __init__(
         self, given_socket: Path | None = None, timeout: float = 120.0, *, detach: bool = False
     ) -> None:
         """With `detach`, a change raises Detached as soon as the daemon has taken it on."""
-        own = socket_path(str(given_socket) if given_socket else None)
-        chosen = given_socket is not None or "LORAD_SOCKET" in os.environ
-        self._sockets = [own] if chosen or own == _SYSTEM_SOCKET else [own, _SYSTEM_SOCKET]
+        self._http = AdminHttp(given_socket, timeout)
         self._timeout = timeout
         self._detach = detach
 
     # --- reading ----------------------------------------------------------------------------
 
     def status(self) -> wire.StatusInfo:
-        return cast(wire.StatusInfo, self._request("GET", wire.STATUS))
+        return cast(wire.StatusInfo, self._http.request("GET", wire.STATUS))
 
     def config(self) -> wire.ConfigInfo:
         """The daemon's effective settings, by their full names."""
-        return cast(wire.ConfigInfo, self._request("GET", wire.CONFIG))
+        return cast(wire.ConfigInfo, self._http.request("GET", wire.CONFIG))
 
     def adapters(self, tenant: str | None = None) -> wire.AdapterList:
         query = {"tenant": tenant} if tenant else {}
-        return cast(wire.AdapterList, self._request("GET", wire.ADAPTERS, query=query))
+        return cast(wire.AdapterList, self._http.request("GET", wire.ADAPTERS, query=query))
 
     def adapter(self, name: str) -> wire.AdapterInfo:
-        return cast(wire.AdapterInfo, self._request("GET", wire.adapter_path(name)))
+        return cast(wire.AdapterInfo, self._http.request("GET", wire.adapter_path(name)))
 
     def version(self, name: str, label: str) -> wire.VersionInfo:
-        return cast(wire.VersionInfo, self._request("GET", wire.version_path(name, label)))
+        return cast(wire.VersionInfo, self._http.request("GET", wire.version_path(name, label)))
 
     def history(self, name: str, limit: int) -> wire.History:
         path = f"{wire.adapter_path(name)}/history"
-        return cast(wire.History, self._request("GET", path, query={"limit": limit}))
+        return cast(wire.History, self._http.request("GET", path, query={"limit": limit}))
 
     def operations(self, limit: int) -> wire.OperationList:
         """The newest first."""
-        found = self._request("GET", wire.OPERATIONS, query={"limit": limit})
+        found = self._http.request("GET", wire.OPERATIONS, query={"limit": limit})
         return cast(wire.OperationList, found)
 
     def operation(self, operation_id: str, wait: float = 0.0) -> wire.OperationInfo:
         """`wait`: seconds until the answer if the operation has not ended before."""
-        found = self._request(
+        found = self._http.request(
             "GET",
             wire.operation_path(operation_id),
             query={"wait": wait},
@@ -99,22 +91,22 @@ class AdminClient:
     def events(self, after: int, *, follow: bool = False) -> Iterator[wire.EventInfo]:
         """Changes of all adapters after the event `after`, oldest first; `follow` never ends."""
         query = urlencode({"after": after, "follow": int(follow), "limit": 10_000})
-        with self._connection(self._timeout) as connection:
+        with self._http.connection() as connection:
             connection.request("GET", f"{wire.EVENTS}?{query}")
             response = connection.getresponse()
             if response.status != 200:
-                _result(response)
+                result_of(response)
             for line in response:
                 if line.strip():
                     yield json.loads(line)
 
     def steps(self, limit: int) -> wire.StepList:
         """The engine's newest steps, oldest first."""
-        return cast(wire.StepList, self._request("GET", wire.STEPS, query={"limit": limit}))
+        return cast(wire.StepList, self._http.request("GET", wire.STEPS, query={"limit": limit}))
 
     def shutdown(self) -> None:
         """Ask the daemon to end; it answers before it does."""
-        self._request("POST", wire.SHUTDOWN)
+        self._http.request("POST", wire.SHUTDOWN)
 
     # --- names ------------------------------------------------------------------------------
 
@@ -129,7 +121,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.PromoteResult:
         """Without a label, the newest version. `checks` must pass first; see promote_checks."""
-        body = {"version": label, "reason": reason, "checks": list(checks)}
+        body = {"version": label, "reason": _reason(reason), "checks": list(checks)}
         return cast(wire.PromoteResult, self._move(name, "promote", body, generation, dry_run))
 
     def rollback(
@@ -142,7 +134,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.MoveResult:
         """Without a label, the version that was live before."""
-        body = {"to": label, "reason": reason}
+        body = {"to": label, "reason": _reason(reason)}
         return cast(wire.MoveResult, self._move(name, "rollback", body, generation, dry_run))
 
     def canary(
@@ -157,7 +149,7 @@ class AdminClient:
         dry_run: bool = False,
     ) -> wire.CanaryResult:
         """Percent 0 ends it. Without a label, the present canary or the newest version."""
-        body: dict[str, Any] = {"percent": percent, "reason": reason}
+        body: dict[str, Any] = {"percent": percent, "reason": _reason(reason)}
         if percent:
             body |= {"version": label, "auto_rollback": auto_rollback}
         return cast(wire.CanaryResult, self._move(name, "canary", body, generation, dry_run))
@@ -181,7 +173,7 @@ class AdminClient:
         )
 
     def resume(self, *, dry_run: bool) -> wire.DrainResult:
-        return cast(wire.DrainResult, self._request("POST", wire.RESUME, {}, query=_dry(dry_run)))
+        return cast(wire.DrainResult, self._once("POST", wire.RESUME, {}, query=_dry(dry_run)))
 
     def _move(
         self, name: str, verb: str, body: dict[str, Any], generation: int | None, dry_run: bool
@@ -216,7 +208,7 @@ class AdminClient:
 
     def set_pinned(self, name: str, label: str, pinned: bool, *, dry_run: bool) -> wire.PinResult:
         path = f"{wire.version_path(name, label)}:{'pin' if pinned else 'unpin'}"
-        return cast(wire.PinResult, self._request("POST", path, query=_dry(dry_run)))
+        return cast(wire.PinResult, self._once("POST", path, query=_dry(dry_run)))
 
     # --- pushing ----------------------------------------------------------------------------
 
@@ -233,8 +225,9 @@ class AdminClient:
         """Stream the two files of a directory to the daemon and make them a version."""
         with ExitStack() as stack:
             files = {file: stack.enter_context(_opened(directory, file)) for file in _FILES}
-            body = {"name": name, "version": label, "message": message}
-            upload: wire.UploadInfo = self._request("POST", wire.UPLOADS, body)
+            text = wire.check_text("message", message)  # before the files are sent
+            body = {"name": name, "version": label, "message": text}
+            upload: wire.UploadInfo = self._http.request("POST", wire.UPLOADS, body)
             try:
                 for file, content in files.items():
                     self._put(wire.upload_file_path(upload["id"], file), content, progress)
@@ -244,11 +237,11 @@ class AdminClient:
                 raise
             except BaseException:
                 with suppress(LoradError):  # most likely it is gone already
-                    self._request("DELETE", f"{wire.UPLOADS}/{upload['id']}", timeout=5)
+                    self._http.request("DELETE", f"{wire.UPLOADS}/{upload['id']}", timeout=5)
                 raise
 
     def _put(self, path: str, content: BinaryIO, progress: Progress) -> None:
-        with self._connection(self._timeout) as connection:
+        with self._http.connection() as connection:
             connection.putrequest("PUT", path)
             connection.putheader("content-length", str(os.fstat(content.fileno()).st_size))
             connection.endheaders()
@@ -256,7 +249,7 @@ class AdminClient:
                 while chunk := content.read(_UPLOAD_CHUNK):
                     connection.send(chunk)
                     progress(len(chunk))
-            _result(connection.getresponse())
+            result_of(connection.getresponse())
 
     # --- changes that may take long -----------------------------------------------------------
 
@@ -277,7 +270,7 @@ class AdminClient:
         """
         deadline = time.monotonic() + (timeout or self._timeout)
         asked = {**(headers or {}), "prefer": "respond-async"}
-        answer = self._request(method, path, body, query=query, headers=asked)
+        answer = self._once(method, path, body, query=query, headers=asked)
         if "operation" not in answer:  # a daemon that answered at once
             return answer
         operation: wire.OperationInfo = answer["operation"]
@@ -287,14 +280,13 @@ class AdminClient:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise _still_running(operation, timeout or self._timeout)
-            operation = self.operation(operation["id"], wait=min(left, _LONGEST_POLL))
+            wait = min(left, _LONGEST_POLL)
+            operation = self._surely(partial(self.operation, operation["id"], wait))
         if operation["error"] is not None:
-            raise _daemon_error(operation["error"])
+            raise daemon_error(operation["error"])
         return operation["result"]
 
-    # --- the wire ---------------------------------------------------------------------------
-
-    def _request(
+    def _once(
         self,
         method: str,
         path: str,
@@ -302,55 +294,41 @@ class AdminClient:
         *,
         query: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
-        timeout: float | None = None,
     ) -> Any:
-        target = f"{path}?{urlencode(query)}" if query else path
-        content = json.dumps(body).encode() if body is not None else None
-        with self._connection(timeout or self._timeout) as connection:
-            with suppress(BrokenPipeError, ConnectionResetError):
-                connection.request(method, target, content, headers or {})
-            return _result(connection.getresponse())
+        """A change that is made once, however often it has to be asked for."""
+        keyed = {**(headers or {}), "idempotency-key": secrets.token_hex(16)}
+        ask = partial(self._http.request, method, path, body, query=query, headers=keyed)
+        return self._surely(ask)
 
-    @contextmanager
-    def _connection(self, timeout: float) -> Iterator[HTTPConnection]:
-        from http.client import HTTPConnection, HTTPException
+    def _surely(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` gives; asked again when the answer was lost on its way."""
+        asked_at = time.time()
+        for pause in _PAUSES:
+            try:
+                return ask()
+            except LostAnswer as lost:
+                time.sleep(pause)
+                self._check_same_daemon(asked_at, lost)
+        return ask()
 
-        connection = HTTPConnection("lorad", timeout=timeout)
-        connection.sock = self._dial(timeout)
+    def _check_same_daemon(self, asked_at: float, lost: LostAnswer) -> None:
+        """Only the daemon that was asked knows the key; raises if it is gone."""
         try:
-            yield connection
-        except TimeoutError:
-            raise LoradError(
-                "operation.timeout",
-                f"the daemon did not answer within {timeout:g} seconds; it may still go on",
-                hint="look with `loractl status` and `loractl history`, or wait longer: --timeout",
-            ) from None
-        except (OSError, HTTPException) as error:
+            started_at = self.status()["started_at"]
+        except LoradError:
+            raise lost from None
+        if started_at > asked_at:
             raise LoradError(
                 "daemon.unreachable",
-                f"the daemon closed the connection ({error or type(error).__name__})",
-                hint="look at its log",
-            ) from None
-        finally:
-            connection.close()
-
-    def _dial(self, timeout: float) -> socket.socket:
-        """The first of the sockets that somebody answers on; the error is the first one's."""
-        failure: LoradError | None = None
-        for path in self._sockets:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.settimeout(timeout)
-            try:
-                _connect(connection, path, timeout)
-            except OSError as error:
-                connection.close()
-                failure = failure or _unreachable(path, error)
-            else:
-                return connection
-        raise failure or LoradError("daemon.unreachable", "there is no socket to ask")
+                "the daemon ended before it answered, and has started again since",
+                hint="whether the change was made: `loractl history NAME` and `loractl show NAME`",
+            )
 
 
 _FILES = (wire.CONFIG_FILE, wire.WEIGHTS_FILE)
+
+
+_reason = partial(wire.check_text, "reason")
 
 
 def _dry(dry_run: bool) -> dict[str, Any]:
@@ -380,60 +358,3 @@ def _still_running(operation: wire.OperationInfo, seconds: float) -> LoradError:
         hint=f"`loractl operation {operation['id']} --wait` waits for it",
         details={"operation": operation["id"]},
     )
-
-
-def _connect(connection: socket.socket, path: Path, timeout: float) -> None:
-    """A UNIX socket whose queue is full refuses at once, whatever the timeout: try again."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            connection.connect(str(path))
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_QUEUE_RETRY)
-
-
-def _unreachable(path: Path, error: OSError) -> LoradError:
-    if isinstance(error, PermissionError):
-        return LoradError(
-            "socket.permission",
-            f"{path} may not be opened by this user",
-            hint="run loractl as the daemon's user or as root, or join its admin_group",
-        )
-    return LoradError(
-        "daemon.unreachable",
-        f"no daemon answers on {path}: {error.strerror or error}",
-        hint="start one (`lorad start`), or name its socket: --socket PATH or LORAD_SOCKET",
-    )
-
-
-def _result(response: HTTPResponse) -> Any:
-    """The JSON of a good answer; the error of any other."""
-    spoken = response.getheader(wire.API_HEADER)
-    body = response.read()
-    if spoken is not None and spoken != str(wire.API_VERSION):
-        raise LoradError(
-            "daemon.version_mismatch",
-            f"the daemon speaks admin API {spoken}, this loractl {wire.API_VERSION}",
-            hint="use the loractl that came with the daemon",
-        )
-    try:
-        answer = json.loads(body) if body else {}
-    except ValueError:
-        answer = None
-    if spoken is None or not isinstance(answer, dict):
-        raise LoradError("daemon.error", f"the answer ({response.status}) is not lorad's JSON")
-    if response.status >= 400:
-        raise _daemon_error(answer.get("error"))
-    return answer
-
-
-def _daemon_error(error: Any) -> DaemonError:
-    found = error if isinstance(error, dict) else {}
-    rebuilt = DaemonError.from_dict(found)
-    if not isinstance(rebuilt, DaemonError):
-        raise rebuilt
-    rebuilt.request_id = str(found.get("request_id", ""))
-    return rebuilt

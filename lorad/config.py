@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """A setting with its help; limits are `choices`, `low`, `high`, or `size=True` (bytes)."""
+    """A setting with its help; limits are `choices`, `low`, `high`, or `size=True` (bytes).
+
+    `reloads=True`: it can change while the daemon runs.
+    """
     return field(default=default, metadata={"help": help, **limits})
 
 
@@ -35,10 +39,12 @@ class ServerSection:
     host: str = option("127.0.0.1", "Address of the public OpenAI-compatible API.")
     port: int = option(8000, "Its TCP port; 0 takes a free one.", low=0, high=65535)
     api_keys: str = option(
-        "", "File of bearer keys, one `key tenant` a line. Empty: no key is asked for."
+        "",
+        "File of bearer keys, one `key tenant` a line. Empty: no key is asked for.",
+        reloads=True,
     )
     drain_timeout: float = option(
-        30.0, "Seconds running requests may go on after SIGTERM.", low=0, high=3600
+        30.0, "Seconds running requests may go on after SIGTERM.", low=0, high=3600, reloads=True
     )
 
 
@@ -73,6 +79,7 @@ class EngineSection:
         "Requests running and waiting; beyond it a request gets status 429.",
         low=1,
         high=2**20,
+        reloads=True,
     )
     max_loras: int = option(
         32, "Different adapters in one step. Reserves nothing.", low=1, high=4096
@@ -139,12 +146,13 @@ class RegistrySection:
         "refers to. 0: all.",
         low=0,
         high=10**6,
+        reloads=True,
     )
 
 
 @dataclass(frozen=True)
 class LogSection:
-    level: str = option("info", "How much to log.", choices=LEVELS)
+    level: str = option("info", "How much to log.", choices=LEVELS, reloads=True)
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,20 @@ def environment_name(setting: str) -> str:
     return "LORAD_" + setting.replace(".", "_").upper()
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each LORAD_* variable that means nothing: most likely it is misspelt.
+
+    No error, since other programs may have variables of that name.
+    """
+    known = [*map(environment_name, SETTINGS), "LORAD_CONFIG"]
+    found = []
+    for name in sorted(environment):
+        if name.startswith("LORAD_") and name not in known:
+            close = get_close_matches(name, known, 1, 0.7)
+            found.append(f"{name} is no setting" + (f"; is {close[0]} meant?" if close else ""))
+    return found
+
+
 def load_config(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> LoadedConfig:
@@ -211,6 +233,12 @@ def load_config(
         if raw is not None:
             take(setting, raw, "flag")
     return LoadedConfig(_build(values), origins)
+
+
+def reloaded(running: Config, wanted: Config) -> Config:
+    """`running` with those settings of `wanted` that can change while the daemon runs."""
+    new = {key: value for key, value in wanted.items() if SETTINGS[key].metadata.get("reloads")}
+    return _build({**dict(running.items()), **new})
 
 
 def _build(values: Mapping[str, Any]) -> Config:

@@ -20,22 +20,21 @@ import torch
 import uvicorn
 
 from lorad import systemd
-from lorad.adapter_ref import DEFAULT_TENANT, AdapterName, AdapterRef
+from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.adapters.peft_format import PeftAdapter
 from lorad.adapters.spectrum import read_checked
 from lorad.adapters.weights import AdapterWeights, read_weights
 from lorad.config import Config
 from lorad.engine.async_engine import AsyncEngine
 from lorad.engine.build import BuiltEngine, EngineOptions, build_engine
-from lorad.engine.messages import GenerationRequest, SamplingParams
 from lorad.errors import LoradError
+from lorad.live_settings import LiveSettings, terminal_watch
 from lorad.model.chat_template import ChatTemplate
 from lorad.model.hub import model_directory
 from lorad.model.tokenizer import Tokenizer
 from lorad.paths import socket_path, state_dir
 from lorad.registry.records import Who
 from lorad.registry.registry import Registry
-from lorad.registry.warm_list import read_warm_list, write_warm_list
 from lorad.server.admin import build_admin_app
 from lorad.server.admin_transport import admin_server_config
 from lorad.server.app import build_public_app
@@ -48,11 +47,11 @@ from lorad.server.self_test import SelfTest
 from lorad.server.traffic import Traffic
 from lorad.sizing.model_shape import ModelShape, read_config
 from lorad.sockets import AdminGroups, AdminSocket, PassedSocket
+from lorad.warming import keep_warm, warm_up
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-_WARM_LIST_SECONDS = 30.0  # between two looks at what has been used
 
 
 @dataclass(frozen=True)
@@ -70,19 +69,33 @@ class Ready:
     seconds: float
 
 
-def run(config: Config, announce: Callable[[Ready], None], progress: Progress) -> None:
-    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start."""
-    asyncio.run(_serve(config, announce, progress))
+def run(
+    config: Config,
+    read_again: Callable[[], Config],
+    announce: Callable[[Ready], None],
+    progress: Progress,
+) -> None:
+    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start.
+
+    SIGHUP takes over what has changed in the settings, which `read_again` gives.
+    """
+    asyncio.run(_serve(config, read_again, announce, progress))
 
 
-async def _serve(config: Config, announce: Callable[[Ready], None], progress: Progress) -> None:
+async def _serve(
+    config: Config,
+    read_again: Callable[[], Config],
+    announce: Callable[[Ready], None],
+    progress: Progress,
+) -> None:
     started = time.monotonic()
+    stop, live = asyncio.Event(), LiveSettings(config, read_again)
+    _on_hangup(stop, live)
     # The cheap things that can fail come before the model is read.
     with (
         _admin_socket(config) as admin,
         contextlib.closing(public_listener(config.server.host, config.server.port)) as public,
     ):
-        keys = read_api_keys(Path(config.server.api_keys)) if config.server.api_keys else {}
         directory = model_directory(config.model.path)
         base_model = config.model.name or _base_name(config.model.path)
         tokenizer = Tokenizer.from_dir(directory)
@@ -95,8 +108,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                 progress,
                 registry.verify,
             )
-            async with _running_engine(config, built, tokenizer) as engine:
-                stop = asyncio.Event()
+            async with _running_engine(live, built, tokenizer) as engine:
                 traffic = Traffic(engine, registry.find, CanaryWatch(_giving_up(registry)))
                 template = ChatTemplate.from_dir(directory, tokenizer.special_tokens)
                 canaries = CanaryCollector(registry.adapters, traffic.watch)
@@ -108,7 +120,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     tokenizer=tokenizer,
                     chat_template=template,
                     limits=Limits(built.max_model_len, shape.vocab_size),
-                    api_keys=keys,
+                    api_keys=live.api_keys,
                     metrics_text=metrics,
                     trouble=lambda: _trouble(engine, traffic),
                 )
@@ -116,12 +128,12 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     registry,
                     engine,
                     traffic,
-                    config=dict(config.items()),
+                    config=lambda: dict(live.config.items()),
                     shutdown=stop.set,
                     metrics=metrics,
                     self_test=SelfTest(engine, tokenizer, template),
                     stopping=stop.is_set,
-                    keep=config.registry.keep,
+                    keep=lambda: live.config.registry.keep,
                     groups=admin.groups,
                 )
                 servers = [
@@ -129,16 +141,18 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
                     (_Server(admin_server_config(admin_app)), admin.socket),
                 ]
                 async with _serving(servers), _signals(stop):
-                    await _warm_up(engine, registry, tokenizer)
+                    await warm_up(engine, registry, tokenizer)
                     announce(_ready(public, admin, base_model, built, engine, started))
                     systemd.notify("READY=1", f"STATUS=serving {base_model}")
                     async with _beside(
-                        _warmth(engine, registry, traffic, config.registry.warm), _watchdog(engine)
+                        keep_warm(engine, registry, traffic, config.registry.warm),
+                        _watchdog(engine),
                     ):
                         await stop.wait()
                     systemd.notify("STOPPING=1")
-                    log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
-                    await engine.stop(config.server.drain_timeout)
+                    patience = live.config.server.drain_timeout
+                    log.info("stopping: up to %g s for what runs", patience)
+                    await engine.stop(patience)
                 log.info("stopped")
 
 
@@ -172,29 +186,6 @@ async def _watchdog(engine: AsyncEngine) -> None:
         if engine.healthy:
             systemd.notify("WATCHDOG=1")
         await asyncio.sleep(interval)
-
-
-async def _warmth(engine: AsyncEngine, registry: Registry, traffic: Traffic, most: int) -> None:
-    """Load what an earlier life used last, then keep the list of this one."""
-    refs = await asyncio.to_thread(read_warm_list, registry.state, registry)
-    traffic.remember(refs)
-    for ref in refs[:most]:
-        stats = engine.stats()
-        if stats.free_pages * 2 < stats.total_pages:
-            break
-        try:
-            await engine.load_adapter(ref)
-        except LoradError as error:
-            log.warning("%s is not loaded again: %s", ref, error.message)
-    written = refs
-    try:
-        while True:
-            await asyncio.sleep(_WARM_LIST_SECONDS)
-            if (used := traffic.last_used()) != written:
-                await asyncio.to_thread(write_warm_list, registry.state, used)
-                written = used
-    finally:
-        write_warm_list(registry.state, traffic.last_used())
 
 
 # --- parts --------------------------------------------------------------------------------
@@ -251,6 +242,22 @@ async def _signals(stop: asyncio.Event) -> AsyncIterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _on_hangup(stop: asyncio.Event, live: LiveSettings) -> None:
+    """SIGHUP reloads, from the first moment on: one that comes while the model loads waits.
+
+    A daemon whose terminal has gone away ends instead, as programs do.
+    """
+    terminal_is_gone = terminal_watch()
+
+    def hangup() -> None:
+        if terminal_is_gone():
+            stop.set()
+        else:
+            live.reload()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
+
+
 @contextlib.contextmanager
 def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterator[Registry]:
     def check(directory: Path) -> PeftAdapter:
@@ -272,9 +279,11 @@ def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterat
 
 @contextlib.asynccontextmanager
 async def _running_engine(
-    config: Config, built: BuiltEngine, tokenizer: Tokenizer
+    live: LiveSettings, built: BuiltEngine, tokenizer: Tokenizer
 ) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=config.engine.max_queued)
+    most = live.config.engine.max_queued
+    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=most)
+    live.follow(lambda config: setattr(engine, "max_queued", config.engine.max_queued))
     await engine.start()
     try:
         yield engine
@@ -317,32 +326,6 @@ def _engine_options(config: Config, directory: Path) -> EngineOptions:
     )
 
 
-def read_api_keys(file: Path) -> dict[str, str]:
-    """`key tenant` a line, `#` begins a comment; a key alone is for the default tenant."""
-    try:
-        lines = file.expanduser().read_text("utf-8").splitlines()
-    except OSError as error:
-        raise LoradError("config.invalid", f"server.api_keys: {file}: {error.strerror}") from None
-    keys: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split("#")[0].split()
-        if not words:
-            continue
-        if len(words) > 2 or words[0] in keys:
-            raise LoradError(
-                "config.invalid",
-                f"{file}:{number}: not `key tenant`, or a key that is there already",
-                hint="one key and the tenant it stands for a line",
-            )
-        keys[words[0]] = words[1] if len(words) == 2 else DEFAULT_TENANT
-    if not keys:
-        # An empty file must not open the port to everybody.
-        raise LoradError(
-            "config.invalid", f"{file} holds no key", hint="add one, or unset api_keys"
-        )
-    return keys
-
-
 def _base_name(model: str) -> str:
     """A hub id names itself; a directory is named by its last part."""
     path = Path(model).expanduser()
@@ -371,19 +354,6 @@ def _trouble(engine: AsyncEngine, traffic: Traffic) -> str | None:
     if not engine.accepting:
         return "the daemon is stopping"
     return None if engine.healthy else "the engine thread has ended"
-
-
-async def _warm_up(engine: AsyncEngine, registry: Registry, tokenizer: Tokenizer) -> None:
-    """Prove that the base model answers, and bring pinned adapters to the device."""
-    prompt = tokenizer.encode("Hello") or [0]
-    request = GenerationRequest("warm-up", tuple(prompt), SamplingParams(2, temperature=0.0))
-    async for _ in engine.generate(request):
-        pass
-    for ref in registry.pinned():
-        try:
-            await engine.load_adapter(ref, pin=True)
-        except LoradError as error:
-            log.warning("pinned %s is not loaded: %s", ref, error.message)
 
 
 def _ready(

@@ -18,6 +18,7 @@ class ErrorClass(Enum):
     UNREACHABLE = (503, 3)
     PERMISSION = (403, 4)
     NOT_FOUND = (404, 5)
+    NOT_ALLOWED = (405, 2)
     INVALID_ADAPTER = (422, 6)
     CONFLICT = (409, 7)
     NO_CAPACITY = (503, 8)
@@ -57,6 +58,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "upload.not_found": ErrorClass.NOT_FOUND,
     "operation.not_found": ErrorClass.NOT_FOUND,
     "route.not_found": ErrorClass.NOT_FOUND,
+    "route.method_not_allowed": ErrorClass.NOT_ALLOWED,
     # An adapter that would be served wrong, or cannot be served at all.
     "adapter.config_missing": _INVALID,
     "adapter.config_invalid": _INVALID,
@@ -106,6 +108,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "memory.no_capacity": ErrorClass.NO_CAPACITY,
     "queue.full": ErrorClass.NO_CAPACITY,
     "store.no_space": ErrorClass.NO_CAPACITY,
+    "output.failed": ErrorClass.NO_CAPACITY,
     "daemon.unreachable": ErrorClass.UNREACHABLE,
     "daemon.stopping": ErrorClass.UNREACHABLE,
     "daemon.draining": ErrorClass.UNREACHABLE,

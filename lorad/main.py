@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lorad import __version__
-from lorad.config import LoadedConfig, load_config
+from lorad.config import Config, LoadedConfig, load_config, unknown_variables
 from lorad.errors import LoradError
 from lorad.paths import config_file, socket_path
+from lorad.program import run_program
 
 if TYPE_CHECKING:
     from lorad.daemon import Ready
@@ -78,7 +80,7 @@ def start(
         Path | None, typer.Option(help="With --detach: where its log goes.")
     ] = None,
 ) -> None:
-    """Serve a base model and its adapters until SIGTERM or Ctrl-C.
+    """Serve a base model and its adapters until SIGTERM or Ctrl-C; SIGHUP reloads settings.
 
     Settings come from these options, then LORAD_* variables, then lorad.toml.
     """
@@ -106,6 +108,7 @@ def start(
         "log.level": log_level,
     }
     with _reported():
+        _warn_of_variables()
         loaded = _load(config, flags)
         if not loaded.config.model.path:
             raise LoradError(
@@ -118,7 +121,7 @@ def start(
 
             start_detached(sys.argv[1:], socket_path(loaded.config.admin.socket or None), log_file)
         else:
-            _serve(loaded)
+            _serve(loaded.config, lambda: _load(config, flags).config)
 
 
 @app.command()
@@ -156,6 +159,7 @@ def status(socket: SocketOption = None, json: JsonOption = False) -> None:
 def check_config(config: ConfigFile = None, json: JsonOption = False) -> None:
     """Print every setting's effective value, and where it comes from."""
     with _reported(as_json=json):
+        _warn_of_variables()
         loaded = _load(config, {})
         rows = [(key, value, loaded.origins[key]) for key, value in loaded.config.items()]
         if json:
@@ -179,16 +183,21 @@ def _load(file: Path | None, flags: dict[str, Any]) -> LoadedConfig:
     return load_config(config_file(str(file) if file else None), os.environ, flags)
 
 
-def _serve(loaded: LoadedConfig) -> None:
+def _warn_of_variables() -> None:
+    for warning in unknown_variables(os.environ):
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _serve(config: Config, read_again: Callable[[], Config]) -> None:
     from lorad.log import set_up_logging
 
-    set_up_logging(loaded.config.log.level)
+    set_up_logging(config.log.level)
     # OpenMP's threads would spin for milliseconds after each matmul, against the event loop and
     # whoever else is on the cores; a short spin is as fast when they are idle.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from lorad.daemon import run  # imports torch: a second or more
 
-    run(loaded.config, _announce, _layer_progress)
+    run(config, read_again, _announce, _layer_progress)
 
 
 def _announce(ready: Ready) -> None:
@@ -234,7 +243,7 @@ class _reported:
 
 
 def main() -> None:
-    app()
+    run_program(app)
 
 
 if __name__ == "__main__":

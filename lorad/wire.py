@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 from urllib.parse import quote
 
+from lorad.errors import LoradError
+
 API_VERSION = 1
 API_HEADER = "lorad-api"  # on every response of the admin socket
 REQUEST_ID_HEADER = "x-request-id"
@@ -19,6 +21,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 CONFIG_LIMIT = 1 << 20  # bytes
+TEXT_LIMIT = 2000  # characters of a message or a reason
 
 HEALTHZ = f"{PREFIX}/healthz"
 STATUS = f"{PREFIX}/status"
@@ -40,6 +43,20 @@ VLLM_UNLOAD = f"{PREFIX}/unload_lora_adapter"
 
 # After an adapter's path these are routes, so an adapter inside a tenant cannot have the name.
 ROUTE_WORDS = ("versions", "history")
+# What `x-lorad-adapter`, steps and metrics say of requests without an adapter.
+BASE_WORD = "base"
+
+
+def check_text(key: str, text: str) -> str:
+    """A message or a reason, on either side; raises `request.invalid` when it is too long."""
+    if len(text) > TEXT_LIMIT:
+        raise LoradError(
+            "request.invalid",
+            f"{key!r} has {len(text):,} characters; at most {TEXT_LIMIT:,} are kept",
+            hint="shorten it, and say where the rest is",
+            details={"field": key, "length": len(text), "limit": TEXT_LIMIT},
+        )
+    return text
 
 
 def adapter_path(name: str) -> str:

@@ -14,6 +14,7 @@ import random
 import struct
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def write_adapter(directory: Path, seed: int, *, rank: int = 2, **config: object
     return directory
 
 
-def make_engine(state: Path) -> Any:
+def make_engine(state: Path, read: Callable[[Any], object]) -> Any:
     from lorad.adapter_ref import AdapterRef
     from lorad.engine import messages
     from lorad.errors import LoradError
@@ -66,6 +67,8 @@ def make_engine(state: Path) -> Any:
         async def load_adapter(
             self, ref: AdapterRef, *, pin: bool | None = None
         ) -> messages.AdapterLoaded:
+            if ref.digest not in self.resident:
+                await asyncio.to_thread(read, ref)  # as the loader does, which checks every byte
             if (state / "engine-full").exists():
                 raise LoradError("memory.no_capacity", f"no room for {ref}", hint="unload some")
             if (state / "engine-slow").exists():
@@ -117,7 +120,7 @@ def serve(state: Path, path: Path) -> None:
     check = partial(read_checked, shape=SHAPE, max_lora_rank=MAX_RANK)
     registry = Registry.open(state, BASE, check)
     limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=1.0, read_timeout=1.0)
-    engine = make_engine(state)
+    engine = make_engine(state, registry.verify)
     traffic = Traffic(engine, registry.find, CanaryWatch(lambda *_: None))
     groups = AdminGroups.named("", os.environ.get("LORAD_TEST_READ_GROUP", ""))
     with AdminSocket(path, groups) as admin:
@@ -125,7 +128,7 @@ def serve(state: Path, path: Path) -> None:
             registry,
             engine,
             traffic,
-            config={"model": {"id": BASE}},
+            config=lambda: {"model": {"id": BASE}},
             shutdown=lambda: setattr(server, "should_exit", True),
             limits=limits,
             groups=groups,

@@ -130,7 +130,7 @@ def test_no_room_beside_what_is_in_use_and_the_evicted_are_counted():
         t.tiers.prepare(ref(i))
         t.arrive(i, pages)
         assert t.tiers.prepare(ref(i)) == "ready"
-    t.tiers.acquire("d1")
+    t.tiers.acquire("d1", again=False)
     t.tiers.prepare(ref(3))
     t.arrive(3, 3)
     assert t.tiers.prepare(ref(3)) == "no_room"

@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from lorad.server.admin import ROUTES
+from lorad.server.admin_contract import plain_path
 
 DAEMON = Path(__file__).with_name("admin_daemon.py")
 _SHARED = runpy.run_path(str(DAEMON))
@@ -609,8 +610,16 @@ def test_status_config_metrics_and_steps(tinker: Daemon) -> None:
 
 
 def test_unknown_routes_and_fields(daemon: Daemon) -> None:
-    for method, path in (("GET", "/v2/status"), ("POST", "/v1/status"), ("GET", "/")):
-        assert error(daemon.http.request(method, path)) == (404, "route.not_found")
+    for path in ("/v2/status", "/"):
+        assert error(daemon.http.get(path)) == (404, "route.not_found")
+    for method, path, allowed in (
+        ("POST", "/v1/status", "GET, HEAD"),
+        ("PUT", "/v1/adapters/x", "DELETE, GET, HEAD"),
+        ("GET", "/v1/adapters/x:promote", "POST"),
+    ):
+        answer = daemon.http.request(method, path)
+        assert error(answer) == (405, "route.method_not_allowed")
+        assert answer.headers["allow"] == allowed
     misspelt = daemon.post("/v1/uploads", {"name": "x", "verison": "v1"})
     assert error(misspelt) == (400, "request.invalid")
     assert "verison" in misspelt.text
@@ -649,7 +658,7 @@ def test_curl_works_as_the_manual_says(tinker: Daemon) -> None:
 def test_manual_names_every_route() -> None:
     text = (Path(__file__).parent.parent / "docs" / "admin-api.md").read_text()
     for route in ROUTES:
-        path, _, verb = route.path.replace("{name:path}", "{name}").partition(":")
+        path, _, verb = plain_path(route.path).partition(":")
         assert (f":{verb}`" if verb else path) in text, route.path
         assert any(method in text for method in route.methods or ())
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lorad.config import SETTINGS, Config, environment_name, load_config, parse_size
+from lorad.config import (
+    SETTINGS,
+    Config,
+    environment_name,
+    load_config,
+    parse_size,
+    unknown_variables,
+)
 from lorad.errors import LoradError
 
 # A value that is allowed and not the default, for every setting that is not a number or text.
@@ -66,6 +73,23 @@ def test_the_nearer_source_wins(toml) -> None:
     assert (config.engine.max_loras, origins["engine.max_loras"]) == (3, f"{file}:6")
     assert (config.log.level, origins["log.level"]) == ("info", "default")
     assert origins.keys() == SETTINGS.keys()
+
+
+def test_variables_that_mean_nothing_are_warned_of() -> None:
+    known = dict.fromkeys([*map(environment_name, SETTINGS), "LORAD_CONFIG", "HOME"], "x")
+    assert unknown_variables(known) == []
+    assert unknown_variables({"LORAD_SERVR_PORT": "1", "LORAD_X": "1", **known}) == [
+        "LORAD_SERVR_PORT is no setting; is LORAD_SERVER_PORT meant?",
+        "LORAD_X is no setting",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "lorad.main", "check-config", "--json"],
+        env={**os.environ, "LORAD_ENGINE_TREADS": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert "warning: LORAD_ENGINE_TREADS is no setting; is LORAD_ENGINE_THREADS" in done.stderr
+    assert (done.returncode, json.loads(done.stdout)["schema"]) == (0, "lorad/config/v1")
 
 
 def test_without_any_source_the_defaults_hold() -> None:

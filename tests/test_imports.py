@@ -40,6 +40,7 @@ def below(package: str, *names: str) -> tuple[str, ...]:
 
 BASE = below("lorad", "adapter_ref", "errors", "paths", "wire")
 CLIENT = "lorad.admin_client"
+HTTP = "lorad.admin_http"
 SIZING = ("lorad.sizing",)
 # Adapters read from JSON and a safetensors header: nothing to install, nothing to wait for.
 HEADERS = below(
@@ -56,11 +57,21 @@ RULES = {
     **{name: Rule(BASE) for name in BASE},
     "lorad.config": Rule(BASE),
     "lorad.log": Rule(),
+    "lorad.program": Rule(BASE),
     "lorad.sockets": Rule(BASE),
-    CLIENT: Rule((*BASE, *HEADERS)),
+    HTTP: Rule(BASE),
+    CLIENT: Rule((*BASE, HTTP, *HEADERS)),
     "lorad.detach": Rule((*BASE, CLIENT), ("typer",)),
     "lorad.main": Rule(
-        (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log")), others=("typer",)
+        (*BASE, CLIENT, *below("lorad", "config", "daemon", "detach", "log", "program")),
+        others=("typer",),
+    ),
+    "lorad.live_settings": Rule((*BASE, *below("lorad", "config", "log", "server.auth"))),
+    "lorad.warming": Rule(
+        (
+            *(*BASE, "lorad.engine.async_engine", "lorad.engine.messages"),
+            *("lorad.model.tokenizer", "lorad.registry", "lorad.server.traffic"),
+        )
     ),
     "lorad.daemon": Rule(("lorad",), ("torch", "uvicorn")),
     "lorad.sizing": Rule((*BASE, *SIZING)),
@@ -102,7 +113,7 @@ RULES = {
         ("anyio", "prometheus_client", "starlette", "uvicorn"),
     ),
     "loractl": Rule(
-        (*BASE, CLIENT, *SIZING, *HEADERS, *SPECTRA, "loractl"),
+        (*BASE, CLIENT, "lorad.program", *SIZING, *HEADERS, *SPECTRA, "loractl"),
         ("typer",),
         lazy=("huggingface_hub", "matplotlib", "rich", "s3fs"),
     ),

@@ -156,6 +156,19 @@ def test_push_json_tells_both_halves(setup: Setup, adapters: list[Path]) -> None
     assert setup.data("push", "tinker", adapters[0])["promoted"] is None
 
 
+@pytest.mark.parametrize("targets", ["(q|v_proj", ".*(?=x)q_proj", ["q_proj", "(?P<"], [7]])
+def test_push_and_inspect_say_the_same_of_odd_targets(
+    setup: Setup, tmp_path: Path, targets: object
+) -> None:
+    """The tensors say what is served, so neither refuses; both warn of a name without a tensor."""
+    adapter = write_adapter(tmp_path / "odd", 1, target_modules=targets)
+    inspected = setup.data("inspect", adapter)
+    pushed = setup.data("push", "odd", adapter)["version"]
+    wanted = ["target_without_tensors"] if isinstance(targets, list) else []
+    for warnings in (inspected["warnings"], pushed["warnings"]):
+        assert [warning["code"] for warning in warnings] == wanted
+
+
 def test_exit_codes(tinker: Setup, adapters: list[Path], tmp_path: Path) -> None:
     wide = write_adapter(tmp_path / "wide", 0, rank=64)
     empty = tmp_path / "empty"
@@ -176,6 +189,9 @@ def test_exit_codes(tinker: Setup, adapters: list[Path], tmp_path: Path) -> None
         ("delete", "tinker@v1", "--yes"): (7, "version.live"),
         ("rollback", "tinker"): (7, "rollback.no_previous"),
         ("canary", "tinker"): (2, "usage.invalid"),
+        ("push", "base", adapters[0]): (2, "name.reserved"),
+        ("push", "tinker", adapters[0], "--message", "x" * 99_000): (2, "request.invalid"),
+        ("promote", "tinker", "v2", "--reason", "x" * 2001): (2, "request.invalid"),
         ("canary", "tinker", "v1", "--percent", "5"): (7, "version.live"),
     }
     for command, (exit_code, code) in cases.items():

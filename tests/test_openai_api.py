@@ -29,6 +29,7 @@ from lorad.errors import LoradError
 from lorad.model.chat_template import ChatTemplate
 from lorad.model.tokenizer import Tokenizer
 from lorad.server.app import build_public_app
+from lorad.server.auth import ApiKeys
 from lorad.server.generation import generate_all
 from lorad.server.limits import Limits
 from lorad.server.listener import public_listener
@@ -218,7 +219,7 @@ def module_site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def module_keyed_site() -> Iterator[Site]:
-    yield from serve(api_keys={"k-acme": "acme", "k-globex": "globex", "k-ops": "default"})
+    yield from serve(api_keys=ApiKeys({"k-acme": "acme", "k-globex": "globex", "k-ops": "default"}))
 
 
 @pytest.fixture

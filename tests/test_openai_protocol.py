@@ -426,7 +426,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(asked: int | None, prompt
 def test_no_error_is_ever_a_conflict_or_a_timeout_lock(code: str) -> None:
     """OpenAI's clients repeat a request that gets 408 or 409, as if someone held a lock."""
     response = error_response(LoradError(code, "x"))
-    assert response.status_code in (400, 401, 403, 404, 413, 429, 500, 503, 504)
+    assert response.status_code in (400, 401, 403, 404, 405, 413, 429, 500, 503, 504)
     if response.status_code in (429, 503):
         assert int(response.headers["retry-after-ms"]) > 0
         assert 0 < int(response.headers["retry-after"]) <= 120

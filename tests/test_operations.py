@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+
+from lorad.admin_client import AdminClient
+from lorad.errors import LoradError
 
 DAEMON = Path(__file__).with_name("admin_daemon.py")
 write_adapter = runpy.run_path(str(DAEMON))["write_adapter"]
@@ -132,6 +137,65 @@ def test_an_idempotency_key_makes_a_change_once(daemon: Daemon) -> None:
     for bad in ("", "x" * 129):
         answer = daemon.post("/v1/adapters/cats:rollback", {}, **{"idempotency-key": bad})
         assert answer.status_code == 400
+
+
+def whole_message(connection: socket.socket) -> bytes:
+    """One HTTP message with a Content-Length or no body."""
+    with connection.makefile("rb") as file:
+        head = b"".join(iter(file.readline, b"\r\n")) + b"\r\n"
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        return head + file.read(int(length[1]) if length else 0)
+
+
+class LosesAnswers:
+    """A socket in front of the daemon's that keeps the first answers to changes for itself."""
+
+    def __init__(self, path: Path, daemon: Path, lost: int) -> None:
+        self.path, self.daemon, self.lost = path, daemon, lost
+        self.keys: list[bytes] = []
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(str(path))
+        self.listener.listen()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            client, _ = self.listener.accept()
+            with client, socket.socket(socket.AF_UNIX) as server:
+                server.connect(str(self.daemon))
+                asked = whole_message(client)
+                server.sendall(asked)
+                answer = whole_message(server)
+                if asked.startswith(b"POST"):
+                    self.keys += re.findall(rb"(?i)idempotency-key: (\w+)", asked)
+                    self.lost -= 1
+                    if self.lost >= 0:
+                        continue
+                client.sendall(answer)
+
+
+def test_a_change_whose_answer_is_lost_is_made_once(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for label in ("v2", "v3"):
+        daemon.post(PROMOTE, {"version": label})
+    between = LosesAnswers(tmp_path / "between.sock", daemon.socket, lost=2)
+    done = daemon.loractl("rollback", "cats", "--socket", str(between.path))
+    assert "live v3 -> v2 (generation 4)" in done.stdout
+    assert daemon.get("/v1/adapters/cats")["live"] == "v2"  # a second one would have led to v1
+    assert len(between.keys) == 3 and len(set(between.keys)) == 1
+    admin = AdminClient(between.path)
+    admin.set_pinned("cats", "v1", True, dry_run=False)
+    assert len(set(between.keys)) == 2  # the next change has a key of its own
+    between.keys, between.lost = [], 99
+    with pytest.raises(LoradError, match="closed the connection"):
+        admin.promote("cats", "v3")
+    assert len(between.keys) == 4
+    later = {**admin.status(), "started_at": time.time() + 60}
+    monkeypatch.setattr(admin, "status", lambda: later)
+    with pytest.raises(LoradError, match="started again") as caught:
+        admin.promote("cats", "v2")
+    assert caught.value.code == "daemon.unreachable" and len(between.keys) == 5
 
 
 def test_of_two_requests_at_once_with_one_key_one_is_made(daemon: Daemon) -> None:

@@ -164,7 +164,7 @@ def test_name_differing_from_the_base_is_a_warning(registry: Registry, tmp_path:
     assert push(registry, same).version.warnings == ()
 
 
-@pytest.mark.parametrize("name", ["org/versions", "history", "acme/history"])
+@pytest.mark.parametrize("name", ["org/versions", "history", "acme/history", "base"])
 def test_words_of_the_api_are_no_names(registry: Registry, adapters: list[Path], name: str) -> None:
     with pytest.raises(LoradError) as caught:
         push(registry, adapters[0], name)

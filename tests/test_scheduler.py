@@ -448,6 +448,21 @@ def test_a_preempted_request_of_a_held_adapter_still_finishes() -> None:
 # --- room -------------------------------------------------------------------------------------
 
 
+def test_a_request_that_tries_to_begin_again_and_again_is_one_use_of_its_adapter() -> None:
+    bench = Bench(pages=8)
+    bench.resident("a")
+    bench.add("old", prompt=20, max_tokens=8)
+    bench.step()
+    bench.add("it", prompt=16, max_tokens=12, adapter="a")
+    tries = 0
+    while bench.waiting or not bench.end("it"):
+        bench.step()
+        tries += bench.waiting == ["it"]
+    assert tries >= 5
+    resident = bench.adapters.get(ref("a").digest)
+    assert resident is not None and 1.9 < resident.reuse.weight <= 2.0  # its upload, and one use
+
+
 def test_the_newest_is_preempted_and_computed_again() -> None:
     bench = Bench(pages=6)
     old = bench.add("old", prompt=4, max_tokens=16)

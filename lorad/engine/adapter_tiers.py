@@ -152,8 +152,8 @@ class AdapterTiers:
         """Whether pages that were being cleared for an adapter are free again."""
         return self._pool.relocator.cancel()
 
-    def acquire(self, digest: str) -> ResidentAdapter:
-        return self._pool.acquire(digest)
+    def acquire(self, digest: str, *, again: bool) -> ResidentAdapter:
+        return self._pool.acquire(digest, again=again)
 
     def release(self, digest: str) -> None:
         self._pool.release(digest)

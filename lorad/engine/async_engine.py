@@ -55,7 +55,7 @@ class AsyncEngine:
         self._engine = engine
         self._inbox = inbox
         self._tokenizer = tokenizer
-        self._max_queued = max_queued
+        self.max_queued = max_queued
         self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
         self._commands: dict[str, asyncio.Future[Answer]] = {}
         self._stats = engine.stats()
@@ -145,12 +145,12 @@ class AsyncEngine:
         if not self._accepting:
             raise LoradError("daemon.stopping", "the daemon is stopping")
         self._check_alive()
-        if len(self._streams) >= self._max_queued:
+        if len(self._streams) >= self.max_queued:
             raise LoradError(
                 "queue.full",
                 f"{len(self._streams)} requests are running or waiting already",
                 hint="try again in a moment",
-                details={"limit": self._max_queued},
+                details={"limit": self.max_queued},
             )
 
     def _check_alive(self) -> None:

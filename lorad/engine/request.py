@@ -9,6 +9,7 @@ import torch
 
 from lorad.engine.messages import FinishReason, GenerationRequest
 from lorad.memory.prefix_cache import BlockChain
+from lorad.wire import BASE_WORD
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class Sequence:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     started: bool = False  # has run before; true also while it is preempted
+    use_counted: bool = False  # one request is one use of its adapter, however often it begins
     chain: BlockChain | None = None  # given by the scheduler
     cached_tokens: int | None = None  # of the prompt, known once it has been admitted
 
@@ -44,7 +46,7 @@ class Sequence:
 
     @property
     def label(self) -> str:
-        return str(self.request.adapter) if self.request.adapter else "base"
+        return str(self.request.adapter) if self.request.adapter else BASE_WORD
 
     @property
     def output(self) -> list[int]:

@@ -218,7 +218,8 @@ class Scheduler:
         """
         chain, table = _chain(sequence), sequence.block_table
         if sequence.digest:
-            self._adapters.acquire(sequence.digest)
+            self._adapters.acquire(sequence.digest, again=sequence.use_counted)
+            sequence.use_counted = True
         cached = self._kv.attach(table, chain, sequence.tokens)
         count = min(len(sequence.tokens) - cached, budget)
         if not self._kv.grow(table, cached + count):

@@ -121,10 +121,12 @@ class AdapterPool:
         self._enter(weights, first, count)
         return self.state(weights.digest) or "no_room"
 
-    def acquire(self, digest: str) -> ResidentAdapter:
+    def acquire(self, digest: str, *, again: bool = False) -> ResidentAdapter:
+        """Keep it on the device; `again` for a request that has been counted as a use before."""
         adapter = self._resident[digest]
         adapter.users += 1
-        adapter.reuse.touch(self._eviction.clock())
+        if not again:
+            adapter.reuse.touch(self._eviction.clock())
         self._idle.discard(digest)
         return adapter
 

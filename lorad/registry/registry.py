@@ -34,7 +34,7 @@ from lorad.registry.records import (
 from lorad.registry.retention import superseded
 from lorad.registry.store import Store, VersionStore, file_sizes
 from lorad.registry.timeline import previous_live
-from lorad.wire import ROUTE_WORDS
+from lorad.wire import BASE_WORD, ROUTE_WORDS
 
 CheckAdapter = Callable[[Path], PeftAdapter]
 
@@ -181,6 +181,8 @@ class Registry:
         base = self.base_model.lower()
         if base in (str(name), name.qualified):
             reason = "it is the base model's id"
+        elif str(name) == BASE_WORD:
+            reason = "it stands for the base model in headers, metrics and `loractl top`"
         elif name.name in ROUTE_WORDS:
             reason = "it is a word of the admin API's paths"
         else:
@@ -341,28 +343,28 @@ class Registry:
     def check_deletable(self, name: AdapterName, label: str) -> Version:
         """Raises `version.live`, `.canary` or `.pinned` for one that something refers to."""
         version = self.version(name, label)
-        if self.is_live(version.ref):
-            raise LoradError(
-                "version.live",
-                f"{version.ref} is the live version of {str(name)!r}",
-                hint="promote another version first",
-                details={"adapter": str(name), "version": label},
-            )
-        if self.is_canary(version.ref):
-            raise LoradError(
-                "version.canary",
-                f"{version.ref} is the canary of {str(name)!r}",
-                hint=f"`loractl canary {name} --off` first",
-                details={"adapter": str(name), "version": label},
-            )
-        if version.pinned:
-            raise LoradError(
-                "version.pinned",
-                f"{version.ref} is pinned",
-                hint=f"`loractl unpin {name}@{label}` first",
-                details={"adapter": str(name), "version": label},
-            )
+        self.check_unreferenced(version)
         return version
+
+    def check_unreferenced(self, version: Version, *, why: str = "", or_else: str = "") -> None:
+        """The same; `why` follows what refers to it, `or_else` the hint how to end that."""
+        ref, name = version.ref, str(version.ref.name)
+        if self.is_live(ref):
+            code, what = "version.live", f"the live version of {name!r}{why}"
+            hint = "promote another version first"
+        elif self.is_canary(ref):
+            code, what = "version.canary", f"the canary of {name!r}{why}"
+            hint = f"`loractl canary {name} --off` first"
+        elif version.pinned:
+            code, what, hint = (
+                "version.pinned",
+                "pinned",
+                f"`loractl unpin {name}@{ref.version}` first",
+            )
+        else:
+            return
+        details = {"adapter": name, "version": ref.version}
+        raise LoradError(code, f"{ref} is {what}", hint=hint + or_else, details=details)
 
     def delete(self, name: AdapterName, label: str, *, who: Who, reason: str = "") -> Version:
         """Delete one version and its files; the label is never given to other content."""

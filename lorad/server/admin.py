@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import wraps
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -24,8 +25,10 @@ from lorad.server.admin_adapters import READ_ROUTES
 from lorad.server.admin_canary import CANARY_ROUTES
 from lorad.server.admin_changes import CHANGE_ROUTES
 from lorad.server.admin_context import AdminContext, AdminEngine, AdminLimits, context
+from lorad.server.admin_contract import contract_of
 from lorad.server.admin_drain import DRAIN_ROUTES
 from lorad.server.admin_events import EVENT_ROUTES
+from lorad.server.admin_fields import invalid
 from lorad.server.admin_gate import Gate, on_http_error, on_lorad_error
 from lorad.server.admin_gc import GC_ROUTES
 from lorad.server.admin_openapi import OPENAPI_ROUTES
@@ -50,21 +53,20 @@ def build_admin_app(
     engine: AdminEngine,
     traffic: Traffic,
     *,
-    config: Mapping[str, Any],
+    config: Callable[[], Mapping[str, Any]],
     shutdown: Callable[[], None],
     metrics: Callable[[], bytes] = generate_latest,
     limits: AdminLimits | None = None,
     self_test: SelfTest | None = None,
     stopping: Callable[[], bool] = lambda: False,
-    keep: int = 0,
+    keep: Callable[[], int] = lambda: 0,
     groups: AdminGroups | None = None,
 ) -> Starlette:
     """The ASGI app of the admin socket; serve it by `admin_transport.admin_server_config`.
 
-    `config` is shown by GET /v1/config, so it must hold no secret. `shutdown` begins the end
-    of the daemon and returns at once; `stopping` tells that
-    the end has begun. Peers must be root, the daemon's user or in one of
-    `groups`.
+    `config` is shown by GET /v1/config, so it must hold no secret; it and `keep` are asked each
+    time. `shutdown` begins the end of the daemon and returns at once; `stopping` tells that the
+    end has begun. Peers must be root, the daemon's user or in one of `groups`.
     """
     limits = limits or AdminLimits()
     app = Starlette(
@@ -73,6 +75,7 @@ def build_admin_app(
         exception_handlers={LoradError: on_lorad_error, HTTPException: on_http_error},
         lifespan=_sweeping,
     )
+    app.router.redirect_slashes = False
     app.state.admin = AdminContext(
         registry, engine, traffic, config, shutdown, metrics, limits, self_test, stopping, keep
     )
@@ -123,7 +126,7 @@ async def status(request: Request) -> Response:
 
 
 async def show_config(request: Request) -> Response:
-    info: wire.ConfigInfo = {"config": dict(context(request).config)}
+    info: wire.ConfigInfo = {"config": dict(context(request).config())}
     return JSONResponse(info)
 
 
@@ -152,8 +155,28 @@ DAEMON_ROUTES = [
     Route(wire.SHUTDOWN, stop, methods=["POST"]),
 ]
 
+
+def knows_its_query(route: Route) -> Route:
+    """The route, refusing parameters that it does not have: `?dryrun=1` must change nothing."""
+    endpoint, methods = route.endpoint, sorted((route.methods or set()) - {"HEAD"})
+    parameters = [p for method in methods for p in contract_of(method, route.path).parameters]
+    known = {parameter["name"] for parameter in parameters if parameter["in"] == "query"}
+
+    @wraps(endpoint)
+    async def run(request: Request) -> Response:
+        if unknown := sorted(set(request.query_params) - known):
+            raise invalid(
+                f"unknown parameters: {', '.join(map(repr, unknown[:5]))}"[:300],
+                f"known here: {', '.join(sorted(known)) or 'none'}",
+            )
+        answer: Response = await endpoint(request)
+        return answer
+
+    return Route(route.path, run, methods=methods)
+
+
 # The specific paths come first: a name takes whatever is left of one.
-ROUTES = [
+_ROUTES = [
     *DAEMON_ROUTES,
     *OPENAPI_ROUTES,
     *OPERATION_ROUTES,
@@ -167,3 +190,4 @@ ROUTES = [
     *CHANGE_ROUTES,
     *READ_ROUTES,
 ]
+ROUTES = [knows_its_query(route) for route in _ROUTES]

@@ -59,8 +59,8 @@ async def history(request: Request) -> Response:
 # A name may hold one `/`, so the longer paths come first.
 READ_ROUTES = [
     Route(wire.ADAPTERS, list_adapters),
-    Route(f"{wire.ADAPTERS}/{{name:path}}/history", history),
-    Route(f"{wire.ADAPTERS}/{{name:path}}/versions", show_adapter),
-    Route(f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", show_version),
-    Route(f"{wire.ADAPTERS}/{{name:path}}", show_adapter),
+    Route(f"{wire.ADAPTERS}/{{name:adapter}}/history", history),
+    Route(f"{wire.ADAPTERS}/{{name:adapter}}/versions", show_adapter),
+    Route(f"{wire.ADAPTERS}/{{name:adapter}}/versions/{{version:label}}", show_version),
+    Route(f"{wire.ADAPTERS}/{{name:adapter}}", show_adapter),
 ]

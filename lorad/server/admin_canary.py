@@ -88,5 +88,5 @@ def _essence(canary: Canary | None) -> tuple[object, ...]:
 
 
 CANARY_ROUTES = [
-    change(f"{wire.ADAPTERS}/{{name:path}}:canary", canary),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:canary", canary),
 ]

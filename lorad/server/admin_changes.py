@@ -42,16 +42,22 @@ _CHECKS_LIMIT = 1 << 20  # bytes of a promote's body
 async def bring_to_device(
     ctx: AdminContext, version: Version, *, pin: bool = False, trusted: bool = False
 ) -> AdapterLoaded:
-    """Check the stored bytes against the digest, then load them; errors name the version.
+    """Bring it there, its stored bytes checked against the digest; errors name the version.
 
-    `trusted` leaves the check out for a version that is in memory: it was made when it came.
-    `pin` keeps it there; a version that is pinned already stays so.
+    The loader checks what it reads, so the files of a version that is in memory alone are read
+    here; with `trusted` they are not, since they were right when it came. `pin` keeps it there; a
+    version that is pinned already stays so.
     """
     if not version.servable:
         raise version_failed(version)
-    if not trusted or version.ref.digest not in states(ctx.engine.stats()):
+    if not trusted and _in_memory(ctx, version):
         await to_thread.run_sync(ctx.registry.verify, version.ref)
     return await ctx.engine.load_adapter(version.ref, pin=True if pin or version.pinned else None)
+
+
+def _in_memory(ctx: AdminContext, version: Version) -> bool:
+    known = states(ctx.engine.stats()).get(version.ref.digest)
+    return known is not None and known.residency in ("host", "device")
 
 
 async def ready_to_serve(
@@ -94,13 +100,12 @@ async def promote(request: Request) -> Response:
 def _apply_policy(request: Request, name: AdapterName) -> None:
     """Delete what the keep policy no longer keeps, after the promote has been answered."""
     ctx = context(request)
-    if ctx.keep == 0:
+    keep = ctx.keep()
+    if keep == 0:
         return
 
     async def collect() -> Response:
-        return JSONResponse(
-            await collect_garbage(ctx, [name], ctx.keep, Who.daemon(), dry_run=False)
-        )
+        return JSONResponse(await collect_garbage(ctx, [name], keep, Who.daemon(), dry_run=False))
 
     with suppress(LoradError):  # too much runs: the next promote collects
         operations(request).begin("gc", request.url.path[:200], Who.daemon(), collect)
@@ -196,9 +201,9 @@ def _deleted(name: AdapterName, labels: list[str], *, dry_run: bool) -> Response
 
 
 CHANGE_ROUTES = [
-    change(f"{wire.ADAPTERS}/{{name:path}}:promote", promote),
-    change(f"{wire.ADAPTERS}/{{name:path}}:rollback", rollback),
-    change(f"{wire.ADAPTERS}/{{name:path}}:retire", retire),
-    change(f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}", delete_one, ["DELETE"]),
-    change(f"{wire.ADAPTERS}/{{name:path}}", delete_adapter, ["DELETE"]),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:promote", promote),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:rollback", rollback),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}:retire", retire),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}/versions/{{version:label}}", delete_one, ["DELETE"]),
+    change(f"{wire.ADAPTERS}/{{name:adapter}}", delete_adapter, ["DELETE"]),
 ]

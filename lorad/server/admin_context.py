@@ -63,13 +63,14 @@ class AdminContext:
     registry: Registry
     engine: AdminEngine
     traffic: Traffic
-    config: Mapping[str, Any]  # the daemon's effective settings, as GET /v1/config shows them
+    config: Callable[[], Mapping[str, Any]]  # the effective settings, as GET /v1/config shows them
     shutdown: Callable[[], None]
     metrics: Callable[[], bytes]
     limits: AdminLimits
     self_test: SelfTest | None = None  # None: a version is promoted once it is loaded
     stopping: Callable[[], bool] = lambda: False
-    keep: int = 0  # newest versions of each adapter that stay after a promote; 0: all
+    # How many of the newest versions of each adapter stay after a promote; 0: all.
+    keep: Callable[[], int] = lambda: 0
     followers: Followers = field(default_factory=Followers)
     started_at: float = field(default_factory=time.time)
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from lorad.adapter_ref import check_version_label
 from lorad.errors import LoradError
-
-_TEXT_LIMIT = 2000  # characters of a reason or a message
+from lorad.wire import check_text
 
 
 def invalid(message: str, hint: str = "", **details: Any) -> LoradError:
@@ -26,9 +25,9 @@ class Fields:
 
     def text(self, key: str, default: str = "") -> str:
         value = self._left.pop(key, default)
-        if not isinstance(value, str) or len(value) > _TEXT_LIMIT:
-            raise invalid(f"{key!r} must be a string of at most {_TEXT_LIMIT} characters")
-        return value
+        if not isinstance(value, str):
+            raise invalid(f"{key!r} must be a string")
+        return check_text(key, value)
 
     def required_text(self, key: str) -> str:
         if not self._left.get(key):

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorad.errors import LoradError
@@ -83,12 +84,25 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors: no such route, or not with this method."""
     if not isinstance(error, HTTPException):
         raise error
-    unknown = LoradError(
-        "route.not_found",
-        f"there is no {request.method} {request.url.path[:200]!r}",
-        hint="the routes are listed in docs/admin-api.md",
-    )
-    return error_response(unknown, request.state.request_id, close=True)
+    where = repr(request.url.path[:200])
+    allowed = _methods(request) if error.status_code == 405 else ""
+    if allowed:
+        code, message = "route.method_not_allowed", f"{where} takes {allowed}, not {request.method}"
+    else:
+        code, message = "route.not_found", f"there is no {request.method} {where}"
+    unknown = LoradError(code, message, hint="the routes are listed in docs/admin-api.md")
+    response = error_response(unknown, request.state.request_id, close=True)
+    if allowed:
+        response.headers["allow"] = allowed
+    return response
+
+
+def _methods(request: Request) -> str:
+    """What the path takes: the methods of all routes that are written as the first that fits."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    fitting = [route.path for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    same = [route.methods or set() for route in routes if route.path == fitting[0]]
+    return ", ".join(sorted(set().union(*same)))
 
 
 def _request_id(headers: Headers) -> str:

@@ -26,13 +26,13 @@ async def collect(request: Request) -> Response:
     ctx = context(request)
     fields = await read_fields(request)
     named = fields.text("name")
-    if not ctx.keep and not fields.has("keep"):  # deleting is never a default
+    if not ctx.keep() and not fields.has("keep"):  # deleting is never a default
         raise LoradError(
             "request.invalid",
             "how many versions are to stay? registry.keep is not set on this daemon",
             hint="loractl gc --keep N",
         )
-    keep = int(fields.number("keep", 0, _MOST_KEPT, ctx.keep))
+    keep = int(fields.number("keep", 0, _MOST_KEPT, ctx.keep()))
     fields.end()
     if named:
         names = [ctx.registry.adapter(AdapterName.parse(named)).name]

@@ -9,6 +9,7 @@ import json
 import re
 import types
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import (
     Any,
     Literal,
@@ -26,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lorad import __version__, wire
-from lorad.server.admin_contract import CONTRACT, Contract
+from lorad.server.admin_contract import Contract, contract_of, path_parameter, plain_path
 
 Schema = dict[str, Any]
 
@@ -59,9 +60,9 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     schemas: dict[str, Schema] = {"Error": _ERROR}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        path = re.sub(r":path\}", "}", route.path)
+        path = plain_path(route.path)
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            contract = CONTRACT[f"{method} {path}"]
+            contract = contract_of(method, path)
             paths.setdefault(path, {})[method.lower()] = _operation(path, contract, schemas)
     return {
         "openapi": "3.1.0",
@@ -80,13 +81,10 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(path: str, contract: Contract, schemas: dict[str, Schema]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "summary": contract.summary,
-        "parameters": [*_path_parameters(path), *contract.parameters],
+        "parameters": [*map(path_parameter, re.findall(r"\{(\w+)\}", path)), *contract.parameters],
         "responses": {
             str(contract.status): _answer(contract, schemas),
-            "default": {
-                "description": "an error",
-                "content": _json({"$ref": "#/components/schemas/Error"}),
-            },
+            **{str(status): _error(status) for status in contract.errors(path)},
         },
     }
     if contract.asynchronous:
@@ -94,25 +92,27 @@ def _operation(path: str, contract: Contract, schemas: dict[str, Schema]) -> dic
         content = _json(accepted)
         found["responses"]["202"] = {"description": "taken on as an operation", "content": content}
     if contract.body is not None:
-        found["requestBody"] = {"content": _json(contract.body)}
+        required = "required" in contract.body
+        found["requestBody"] = {"required": required, "content": _json(contract.body)}
     elif contract.uploads:
         binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-        found["requestBody"] = {"required": True, "content": binary}
+        found["requestBody"] = {"content": binary}
     return found
 
 
-def _path_parameters(path: str) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
+def _error(status: int) -> Schema:
+    return {
+        "description": HTTPStatus(status).phrase,
+        "content": _json({"$ref": "#/components/schemas/Error"}),
+    }
 
 
 def _answer(contract: Contract, schemas: dict[str, Schema]) -> dict[str, Any]:
     if contract.answer is None:
         return {"description": "done"}
     if isinstance(contract.answer, str):
-        text = {contract.answer: {"schema": {"type": "string"}}}
+        kind = "object" if contract.answer == "application/json" else "string"
+        text = {contract.answer: {"schema": {"type": kind}}}
         return {"description": contract.summary, "content": text}
     return {"description": contract.summary, "content": _json(_schema(contract.answer, schemas))}
 

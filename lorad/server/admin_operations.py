@@ -110,8 +110,8 @@ def _wants_operation(request: Request) -> bool:
 
 
 def _keyed(request: Request, key: str, body: bytes) -> KeyedRequest:
-    if not 0 < len(key) <= _KEY_CHARS or not key.isprintable():
-        raise invalid(f"Idempotency-Key must be 1 to {_KEY_CHARS} printable characters")
+    if not (0 < len(key) <= _KEY_CHARS and key.isascii() and key.isprintable()):
+        raise invalid(f"Idempotency-Key must be 1 to {_KEY_CHARS} printable ASCII characters")
     condition = request.headers.get("if-match", "")
     parts = (request.method, request.url.path, request.url.query, condition)
     return KeyedRequest.of(who(request).uid, key, *(part.encode() for part in parts), body)
@@ -158,5 +158,5 @@ def _answer(operation: Operation, *, repeated: bool) -> Response:
 
 OPERATION_ROUTES = [
     Route(wire.OPERATIONS, list_operations),
-    Route(f"{wire.OPERATIONS}/{{id}}", show_operation),
+    Route(f"{wire.OPERATIONS}/{{id:label}}", show_operation),
 ]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 
 from lorad.adapter_ref import AdapterName, check_version_label
@@ -14,9 +15,26 @@ from lorad.errors import LoradError
 from lorad.registry.records import Who
 from lorad.server.admin_context import context
 from lorad.server.admin_fields import Fields, invalid
+from lorad.wire import ROUTE_WORDS
 
 _BODY_LIMIT = 64 << 10
-_TRUE, _FALSE = ("1", "true"), ("0", "false", "")
+_TRUE, _FALSE = ("1", "true"), ("0", "false")
+
+
+class _AdapterConvertor(StringConvertor):
+    """`name` or `tenant/name` in a path; not `name:verb`, nor what lies below a name."""
+
+    regex = rf"[^/:]+(?:/(?!(?:{'|'.join(ROUTE_WORDS)})$)[^/:]+)?"
+
+
+class _LabelConvertor(StringConvertor):
+    """A version or an id in a path, without a `:verb` after it."""
+
+    regex = "[^/:]+"
+
+
+register_url_convertor("adapter", _AdapterConvertor())
+register_url_convertor("label", _LabelConvertor())
 
 
 def who(request: Request) -> Who:
@@ -34,7 +52,7 @@ def path_version(request: Request) -> str:
 
 
 def query_flag(request: Request, key: str) -> bool:
-    value = request.query_params.get(key, "").lower()
+    value = request.query_params.get(key, "0").lower()
     if value not in _TRUE + _FALSE:
         raise invalid(f"{key}={value[:20]!r} is neither 1 nor 0")
     return value in _TRUE

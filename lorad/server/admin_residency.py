@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse, Response
 
 from lorad import wire
 from lorad.adapter_ref import AdapterName
-from lorad.errors import LoradError
 from lorad.registry.catalog import version_failed
 from lorad.registry.records import Version
 from lorad.server.admin_changes import bring_to_device
@@ -97,29 +96,9 @@ async def _set_pinned(request: Request, name: AdapterName, label: str, pinned: b
 
 
 def _refuse_in_use(ctx: AdminContext, version: Version) -> None:
-    name, label = version.ref.name, version.label
-    if ctx.registry.is_live(version.ref):
-        raise LoradError(
-            "version.live",
-            f"{version.ref} is the live version of {str(name)!r}: its next request would load it "
-            "again",
-            hint="promote another version first, or use --force",
-            details={"adapter": str(name), "version": label},
-        )
-    if ctx.registry.is_canary(version.ref):
-        raise LoradError(
-            "version.canary",
-            f"{version.ref} is the canary of {str(name)!r}: its next request would load it again",
-            hint=f"`loractl canary {name} --off` first, or use --force",
-            details={"adapter": str(name), "version": label},
-        )
-    if version.pinned:
-        raise LoradError(
-            "version.pinned",
-            f"{version.ref} is pinned",
-            hint=f"`loractl unpin {name}@{label}` first, or use --force",
-            details={"adapter": str(name), "version": label},
-        )
+    ctx.registry.check_unreferenced(
+        version, why=": its next request would load it again", or_else=", or use --force"
+    )
 
 
 def _loaded(
@@ -163,7 +142,7 @@ def _pinned(version: Version, pinned: bool, *, dry_run: bool) -> Response:
     return JSONResponse(result)
 
 
-_VERSION = f"{wire.ADAPTERS}/{{name:path}}/versions/{{version}}"
+_VERSION = f"{wire.ADAPTERS}/{{name:adapter}}/versions/{{version:label}}"
 
 RESIDENCY_ROUTES = [
     change(f"{_VERSION}:load", load),

@@ -121,7 +121,7 @@ def _check_complete(upload: Upload) -> None:
 
 UPLOAD_ROUTES = [
     Route(wire.UPLOADS, create, methods=["POST"]),
-    Route(f"{wire.UPLOADS}/{{id}}/files/{{file}}", put_file, methods=["PUT"]),
-    change(f"{wire.UPLOADS}/{{id}}:commit", commit),
-    Route(f"{wire.UPLOADS}/{{id}}", discard, methods=["DELETE"]),
+    Route(f"{wire.UPLOADS}/{{id:label}}/files/{{file}}", put_file, methods=["PUT"]),
+    change(f"{wire.UPLOADS}/{{id:label}}:commit", commit),
+    Route(f"{wire.UPLOADS}/{{id:label}}", discard, methods=["DELETE"]),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -44,14 +43,14 @@ def build_public_app(
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     limits: Limits,
-    api_keys: Mapping[str, str] | None = None,
+    api_keys: ApiKeys | None = None,
     metrics_text: MetricsText | None = None,
     trouble: Trouble = lambda: None,
 ) -> ASGIApp:
     """The ASGI application of the public port.
 
-    `base_model` is the id that clients send for the base model. `api_keys` maps bearer keys to
-    tenants; without any, no key is asked for. `metrics_text` gives Prometheus text for /metrics,
+    `base_model` is the id that clients send for the base model. Without any
+    `api_keys`, no key is asked for. `metrics_text` gives Prometheus text for /metrics,
     which is a 404 without it. `trouble` says why /health is to answer 503, or None.
     """
     app = Starlette(
@@ -71,7 +70,7 @@ def build_public_app(
         tokenizer=tokenizer,
         chat_template=chat_template,
         limits=limits,
-        api_keys=ApiKeys(api_keys or {}),
+        api_keys=api_keys or ApiKeys({}),
         started_at=int(time.time()),
     )
     app.state.metrics = metrics_text

@@ -42,6 +42,7 @@ _BY_CLASS: dict[ErrorClass, tuple[int, str]] = {
     ErrorClass.USAGE: (400, _INVALID),
     ErrorClass.PERMISSION: (403, "permission_error"),
     ErrorClass.NOT_FOUND: (404, _INVALID),
+    ErrorClass.NOT_ALLOWED: (405, _INVALID),
     ErrorClass.NO_CAPACITY: (503, "server_error"),
     ErrorClass.UNREACHABLE: (503, "server_error"),
     ErrorClass.TIMEOUT: (504, "server_error"),

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorad.adapter_ref import AdapterRef
 from lorad.errors import LoradError
+from lorad.wire import BASE_WORD
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ _MAX_FIELDS_TOLD = 32
 
 def adapter_label(adapter: AdapterRef | None) -> str:
     """`tenant/name@v3`, or `base`: the version that answers."""
-    return "base" if adapter is None else str(adapter)
+    return BASE_WORD if adapter is None else str(adapter)
 
 
 def tell_adapter(request: Request, adapter: AdapterRef | None) -> None:

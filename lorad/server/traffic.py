@@ -13,6 +13,7 @@ from lorad.errors import LoradError
 from lorad.registry.records import Adapter
 from lorad.server.canary_watch import CanaryWatch, Tally
 from lorad.server.serving import GeneratesText
+from lorad.wire import BASE_WORD
 
 _TIMED = 256  # last requests whose time to the first token is kept
 _REMEMBERED = 4096  # versions whose order of use is kept
@@ -40,7 +41,7 @@ class Traffic:
                 hint="`loractl resume` lets it take requests again",
             )
         ref = request.adapter
-        outputs = _Timed(self._engine.generate(request), str(ref or "base"), self.first_tokens)
+        outputs = _Timed(self._engine.generate(request), str(ref or BASE_WORD), self.first_tokens)
         if ref is None:
             return outputs
         self._use(ref)

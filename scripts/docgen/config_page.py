@@ -80,6 +80,8 @@ def _setting(setting: str, field: Field[Any], option: str | None) -> str:
     term = f"{roff.bold(setting.partition('.')[2])} = {roff.italic(type_of(field))}"
     facts = [field.metadata["help"], f"Default: `{default_of(field)}`.", limits_of(field)]
     facts.append(f"Environment: `{environment_name(setting)}`.")
+    if field.metadata.get("reloads"):
+        facts.append("Changes while the daemon runs: SIGHUP.")
     if option:
         facts.append(f"Option: `{option}`.")
     return roff.item(term, " ".join(filter(None, facts)))

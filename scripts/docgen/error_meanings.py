@@ -10,6 +10,7 @@ CLASSES = {
     ErrorClass.UNREACHABLE: "No daemon answers, or it is stopping.",
     ErrorClass.PERMISSION: "The caller may not do this.",
     ErrorClass.NOT_FOUND: "What was named does not exist.",
+    ErrorClass.NOT_ALLOWED: "It exists, and does not take this method.",
     ErrorClass.INVALID_ADAPTER: "The adapter would be served wrong, so it is refused.",
     ErrorClass.CONFLICT: "It cannot be done in the present state of things.",
     ErrorClass.NO_CAPACITY: "There is no room for it now.",
@@ -22,7 +23,8 @@ CODES = {
     "usage.invalid": "Options or arguments that do not go together, or a value out of bounds.",
     "name.invalid": "Not a name: each part is 1 to 64 of a-z 0-9 . _ - , with a letter or digit "
     "at both ends.",
-    "name.reserved": "No adapter may have this name: the base model or a route has it.",
+    "name.reserved": "No adapter may have this name: the base model or a route has it, or it is "
+    "`base`, which stands for the base model in answers.",
     "request.invalid": "A field of the request is missing, unknown, or has a wrong value.",
     "request.too_large": "The body of the request, or an uploaded file, exceeds its limit.",
     "request.context_length": "Prompt and answer together exceed the model's context length.",
@@ -38,6 +40,7 @@ CODES = {
     "upload.not_found": "The upload does not exist, has been committed, or was idle too long.",
     "operation.not_found": "There is no operation with this id.",
     "route.not_found": "There is no such route.",
+    "route.method_not_allowed": "The route is there for other methods; `allow` names them.",
     "adapter.config_missing": "The directory has no adapter_config.json.",
     "adapter.config_invalid": "adapter_config.json is not what PEFT writes: not JSON, or a value "
     "of the wrong kind.",
@@ -89,6 +92,7 @@ CODES = {
     "auth.invalid_key": "The API key is missing, unknown, or not allowed to do this.",
     "memory.no_capacity": "The device's pages cannot hold it beside what is in use.",
     "queue.full": "As many requests or uploads as allowed are under way; try again shortly.",
+    "output.failed": "What the command prints cannot be written: the disk behind it is full, say.",
     "store.no_space": "The disk of the state directory is full.",
     "daemon.unreachable": "Nothing answers on the admin socket, or the connection broke off.",
     "daemon.stopping": "The daemon is ending and takes nothing new.",

@@ -11,6 +11,7 @@ from docgen.error_meanings import CLASSES
 from docgen.prose import Manual
 from docgen.settings import default_of, setting_of
 from lorad.config import SETTINGS
+from lorad.errors import ErrorClass
 
 
 def manual_page(program: Program, manual: Manual, version: str) -> str:
@@ -92,10 +93,14 @@ def _set(setting: str | None) -> Iterator[str]:
 
 
 def _exit_status(manual: Manual) -> Iterator[str]:
-    """0, then one status for each class of error, then what the shell adds."""
+    """0, then one status for each class of error, then what the shell adds.
+
+    A wrong method is left out: no command sends one.
+    """
     done, *others = manual.exit_status
     yield roff.item(roff.bold(done[0]), done[1])
-    for kind, meaning in sorted(CLASSES.items(), key=lambda entry: entry[0].exit_code):
+    classes = [entry for entry in CLASSES.items() if entry[0] is not ErrorClass.NOT_ALLOWED]
+    for kind, meaning in sorted(classes, key=lambda entry: entry[0].exit_code):
         yield roff.item(roff.bold(str(kind.exit_code)), meaning)
     for status, meaning in others:
         yield roff.item(roff.bold(status), meaning)

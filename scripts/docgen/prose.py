@@ -36,6 +36,7 @@ _SOCKETS = (
 )
 _DONE = ("0", "Done, or it was so already.")
 _INTERRUPTED = ("130", "Interrupted by Ctrl-C.")
+_NOBODY_READS = ("141", "Whoever read its output has gone, as after `| head`.")
 
 LORAD = Manual(
     tagline="serve one base LLM and thousands of LoRA adapters at once",
@@ -52,8 +53,12 @@ LORAD = Manual(
         "from their defaults; `lorad check-config` prints each with its origin.",
         "SIGTERM and SIGINT end the daemon: it takes no new requests, lets running ones go on "
         "for `server.drain_timeout` seconds, and removes its socket.",
+        "SIGHUP reads the settings again, and the file of API keys. What can change while the "
+        "daemon runs is taken over (lorad.toml(5) marks those settings), and the log names it; "
+        "for the others it says that they wait for a restart. A file that is wrong changes "
+        "nothing. A daemon whose terminal has been closed ends.",
     ),
-    exit_status=(_DONE, _INTERRUPTED),
+    exit_status=(_DONE, _INTERRUPTED, _NOBODY_READS),
     environment=(
         ("LORAD_CONFIG", "Path of lorad.toml; `--config` goes before it."),
         (
@@ -63,7 +68,7 @@ LORAD = Manual(
         (
             "LORAD_SECTION_KEY",
             "Any setting: `LORAD_SERVER_PORT` is `port` in section `[server]`. All of them are "
-            "in lorad.toml(5).",
+            "in lorad.toml(5). Another name that begins with `LORAD_` is warned of.",
         ),
         _XDG_RUNTIME,
         (
@@ -109,7 +114,7 @@ LORACTL = Manual(
         "document whose `schema` tells its kind and version. An error ends with its code in "
         "brackets; docs/errors.md explains each.",
     ),
-    exit_status=(_DONE, _INTERRUPTED),
+    exit_status=(_DONE, _INTERRUPTED, _NOBODY_READS),
     environment=(
         ("LORAD_SOCKET", "Path of the admin socket; `--socket` goes before it."),
         _XDG_RUNTIME,
