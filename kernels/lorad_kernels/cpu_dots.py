@@ -79,45 +79,45 @@ def _dot_strip(rows: int) -> Callable[..., None]:
                 v.for_lines(builder, args[9], step)
                 return [builder.load(place) for place in sums]
 
+            def column(start: Any, index: Any, left: Any) -> Any:
+                if left is not None:  # missing columns repeat the last one
+                    last = builder.sub(left, v.I64(1))
+                    inside = builder.icmp_signed("<", index, left)
+                    index = builder.select(inside, index, last)
+                return builder.add(start, builder.mul(index, w_stride))
+
             def products(ws: list[Any], mask: Any) -> list[Any]:
                 """`dots` of a length that fits in one vector."""
                 values = [
                     v.load(builder, at(builder, x_data, offset, v.I64(0)), sig.args[0].dtype, mask)
                     for offset in xs
                 ]
-                found = []
-                for offset in ws:
-                    pointer = at(builder, w_data, offset, v.I64(0))
-                    weight = v.load(builder, pointer, sig.args[4].dtype, mask)
-                    found.append([builder.fmul(value, weight) for value in values])
+                weights = [
+                    v.load(builder, at(builder, w_data, offset, v.I64(0)), sig.args[4].dtype, mask)
+                    for offset in ws
+                ]
                 v.prefetch(builder, builder.gep(w_data, [builder.add(ws[0], args[8])]))
                 v.prefetch(builder, builder.gep(w_data, [builder.add(ws[-1], args[8])]))
-                return [found[i][row] for row in range(rows) for i in range(len(ws))]
+                return [builder.fmul(value, weight) for value in values for weight in weights]
+
+            found = cgutils.alloca_once(builder, v.VECTOR, size=v.I32(LANES))
 
             def tile(n: Any, left: Any, mask: Any = None) -> None:
                 """`columns` columns from n on; with `left` only so many of them exist."""
                 start = builder.add(args[5], builder.mul(n, w_stride))
-                ws = [
-                    builder.add(start, builder.mul(v.I64(i), w_stride))
-                    if left is None
-                    else clamped(builder, start, i, w_stride, left)
-                    for i in range(columns)
-                ]
-                groups = [
-                    dots(ws[i : i + _STREAMS])
-                    if mask is None
-                    else products(ws[i : i + _STREAMS], mask)
-                    for i in range(0, columns, _STREAMS)
-                ]
-                width = min(_STREAMS, columns)
+                with cgutils.for_range_slice(
+                    builder, v.I64(0), v.I64(columns), v.I64(_STREAMS)
+                ) as (first, _):
+                    ws = [
+                        column(start, builder.add(first, v.I64(i)), left) for i in range(_STREAMS)
+                    ]
+                    sums = dots(ws) if mask is None else products(ws, mask)
+                    for i, value in enumerate(sums):
+                        row, c = divmod(i, _STREAMS)
+                        place = builder.add(first, v.I64(row * columns + c))
+                        builder.store(value, builder.gep(found, [place]))
                 total = v.sum_each(
-                    builder,
-                    [
-                        g[row * width + i]
-                        for row in range(rows)
-                        for g in groups
-                        for i in range(width)
-                    ],
+                    builder, [builder.load(builder.gep(found, [v.I64(i)])) for i in range(LANES)]
                 )
                 for row in range(rows):
                     place = builder.add(args[11], builder.mul(v.I64(row), args[12]))
