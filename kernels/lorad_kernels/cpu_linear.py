@@ -27,7 +27,8 @@ from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kerne
 _COLUMNS = 64  # rows of the weight in a work item
 _AHEAD = 8  # rows of the weight between what is read and what is fetched
 # Which kernel serves how many rows is measured at these; more rows are left to oneDNN.
-MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
+MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_PACKED_FOR_ROWS = 32
 _MOST_FOR_DOTS = 16  # a dot product per element loses against any matmul above that
 _MEASURED_BYTES = 32 * 2**20  # of weights of one shape: more than the caches hold
 
@@ -121,7 +122,7 @@ class CpuLinear:
         """Keep the weight in oneDNN's own layout too, so that no call reorders it."""
         with torch.inference_mode():
             reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._packed = reorder(self._weight, MEASURED_ROWS[-1])
+            self._packed = reorder(self._weight, _PACKED_FOR_ROWS)
 
     def choose(self, kernels: Sequence[Product | None]) -> None:
         """What serves up to each of MEASURED_ROWS; None is oneDNN."""
@@ -134,7 +135,10 @@ def _multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 3.0) -> None:
-    """Pack the weights if the copies fit in `spare_bytes`, and choose the kernels.
+    """Choose the kernels; pack the weights if copies are needed and fit in `spare_bytes`.
+
+    With the matrix unit no copy is needed: oneDNN is left with so many rows that reordering the
+    weights is a small part of the work, and copies would not lie on huge pages.
 
     Measured per weight shape over several layers, so that weights come from memory as they do
     when a model runs. Stops measuring when `seconds` are over. Only bfloat16 is tuned: float32
@@ -142,9 +146,9 @@ def tune(linears: Sequence[CpuLinear], spare_bytes: int, seconds: float = 3.0) -
     """
     served = [linear for linear in linears if linear.weight.dtype is torch.bfloat16]
     end = time.perf_counter() + seconds
-    total = sum(linear.weight.nbytes for linear in served)
-    if total <= spare_bytes and torch.backends.mkldnn.is_available():
-        for linear in served:
+    slow = [linear for linear in served if not cpu_amx.serves(linear.weight)]
+    if sum(w.weight.nbytes for w in slow) <= spare_bytes and torch.backends.mkldnn.is_available():
+        for linear in slow:
             linear.pack()
     for group in _by_shape(served).values():
         some = group[: 1 + _MEASURED_BYTES // group[0].weight.nbytes]
@@ -169,11 +173,12 @@ def _by_shape(linears: Sequence[CpuLinear]) -> dict[torch.Size, list[CpuLinear]]
 
 
 def _fastest(group: Sequence[CpuLinear], rows: int) -> Product | None:
+    # oneDNN looks better here than between other work, which leaves its code and tables cold.
     candidates: list[Product | None] = [None]
+    if cpu_amx.serves(group[0].weight):
+        candidates = [cpu_amx.multiply]
     if rows <= _MOST_FOR_DOTS:
         candidates.append(few_rows)
-    if cpu_amx.serves(group[0].weight):
-        candidates.append(cpu_amx.multiply)
     x = torch.zeros(rows, group[0].weight.shape[1], dtype=torch.bfloat16)
     # In turns, so that a slow spell of the machine meets all of them.
     turns = [[_seconds(group, x, kernel) for kernel in candidates] for _ in range(4)]
