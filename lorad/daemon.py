@@ -90,7 +90,7 @@ async def _serve(config: Config, announce: Callable[[Ready], None], progress: Pr
         with _open_registry(config, base_model, shape) as registry:
             built = build_engine(
                 _engine_options(config, directory),
-                _reader(registry, shape),
+                store_reader(registry, shape),
                 tokenizer.eos_token_ids,
                 progress,
             )
@@ -282,13 +282,17 @@ async def _running_engine(
         built.loader.stop()
 
 
-def _reader(
+def store_reader(
     registry: Registry, shape: ModelShape
 ) -> Callable[[AdapterRef, ModelShape, torch.dtype], AdapterWeights]:
-    """How the loader's thread reads one version: bytes proved by digest, then packed."""
+    """How the loader's thread reads one version: the bytes that are packed prove its digest."""
 
     def read(ref: AdapterRef, _: ModelShape, dtype: torch.dtype) -> AdapterWeights:
-        return read_weights(registry.verify(ref), ref.digest, shape, dtype)
+        try:
+            return read_weights(registry.directory(ref), ref.digest, shape, dtype, verify=True)
+        except LoradError:
+            registry.verify(ref)  # knows whether the files are to blame, and marks the version
+            raise
 
     return read
 
