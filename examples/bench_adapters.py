@@ -58,8 +58,7 @@ class _Streams:
         self._bench.settle()
         self._begun += 1
         self._names = [
-            self._bench.send([self._begun, 2, 3 + i], ref, 2000)
-            for i, ref in enumerate(self._refs)
+            self._bench.send([self._begun, 2, 3 + i], ref, 2000) for i, ref in enumerate(self._refs)
         ]
         for _ in range(10):
             self._bench.step()

@@ -58,7 +58,9 @@ class Point:
     lookups: dict[str, int] = field(default_factory=dict)  # requests by tier
     resident: dict[str, int] = field(default_factory=dict)  # adapters and bytes per tier
 
-    def requests(self, refs: Sequence[AdapterRef], count: int, seed: int) -> list[AdapterRef | None]:
+    def requests(
+        self, refs: Sequence[AdapterRef], count: int, seed: int
+    ) -> list[AdapterRef | None]:
         if self.popularity == "base":
             return [None] * count
         choose = zipf if self.popularity == "zipf" else uniform
@@ -102,7 +104,9 @@ def main(
 ) -> None:
     """Measure the curve, and write it where it is wanted."""
     fleets: list[Fleet] = []
-    for mix, places in itertools.product(ranks or ["8", "8,16,32,64"], max_cpu_loras or [2000, 200]):
+    for mix, places in itertools.product(
+        ranks or ["8", "8,16,32,64"], max_cpu_loras or [2000, 200]
+    ):
         with stepped(
             ensure_demo_model(),
             adapters,
@@ -138,7 +142,7 @@ def _measure(
             progress(f"{what}: round {turn + 1} of {rounds}, {point.name}")
             if not turn and point.adapters:
                 b.serve(b.refs[: point.adapters], at_once=AT_ONCE, tokens=1, prompt=2)
-            before = point.requests(b.refs, warm, 1000 + turn)
+            before = point.plan(b.refs, warm, 1000 + turn)
             b.serve(before, at_once=AT_ONCE, tokens=1, prompt=2)
             _time(b, point, requests, turn)
     for count in COUNTS[1:]:
@@ -171,7 +175,7 @@ def _everyone_once(b: SteppedEngine, what: str) -> dict[str, float]:
 
 def _time(b: SteppedEngine, point: Point, requests: int, turn: int) -> None:
     before = b.engine.stats().memory.lookups
-    plan = point.requests(b.refs, requests, turn)
+    plan = point.plan(b.refs, requests, turn)
     rate = b.serve(plan, at_once=AT_ONCE, tokens=ANSWER, prompt=PROMPT)
     stats = b.engine.stats()
     point.wall.append(rate.wall)

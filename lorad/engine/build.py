@@ -157,7 +157,14 @@ def _assemble(
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
     runner = ModelRunner(decoder, slab, tiers)
     return Engine(
-        scheduler, runner, tiers, pool, slab, eviction, weight_bytes=decoder_bytes(decoder)
+        scheduler,
+        runner,
+        tiers,
+        pool,
+        slab,
+        eviction,
+        weight_bytes=decoder_bytes(decoder),
+        adapter_wait=options.adapter_wait,
     )
 
 

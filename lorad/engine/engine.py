@@ -7,8 +7,10 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from lorad.adapter_ref import AdapterRef
 from lorad.adapters.loader import LoadResult
 from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.load_turn import LoadTurn
 from lorad.engine.messages import (
     AbortRequest,
     AdapterLoaded,
@@ -62,6 +64,7 @@ class Engine:
         eviction: Eviction,
         *,
         weight_bytes: int = 0,
+        adapter_wait: float = 5.0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -71,6 +74,7 @@ class Engine:
         self._eviction = eviction
         self._weight_bytes = weight_bytes
         self._loads: list[_PendingLoad] = []
+        self._load_turn = LoadTurn(adapter_wait)
         self._unloads: list[_PendingUnload] = []
         self._outputs: list[Output] = []
         self.records: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -185,8 +189,7 @@ class Engine:
         digest = result.ref.digest
         self._outputs += self._scheduler.fail_waiting(digest, result.error)
         for pending in [p for p in self._loads if p.command.adapter.digest == digest]:
-            self._loads.remove(pending)
-            self._outputs.append(CommandFailed(pending.command.command_id, result.error))
+            self._end_load(pending, CommandFailed(pending.command.command_id, result.error))
 
     def _progress_commands(self) -> None:
         for unload in list(self._unloads):
@@ -197,8 +200,13 @@ class Engine:
         self._scheduler.held = {unload.command.adapter.digest for unload in self._unloads}
         for load in list(self._loads):
             if (output := self._try_load(load)) is not None:
-                self._loads.remove(load)
-                self._outputs.append(output)
+                self._end_load(load, output)
+        self._scheduler.admits = not self._load_turn.holding
+
+    def _end_load(self, load: _PendingLoad, output: AdapterLoaded | CommandFailed) -> None:
+        self._loads.remove(load)
+        self._load_turn.ended(load.command.command_id)
+        self._outputs.append(output)
 
     def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
         command = load.command
@@ -206,12 +214,10 @@ class Engine:
             return None
         readiness = self._adapters.prepare(command.adapter, "command")
         if readiness == "too_large":
-            error = LoradError(
-                "memory.no_capacity",
-                f"{command.adapter} does not fit into the device's pages",
-                hint="raise memory.slab_bytes, or unpin adapters",
-            )
-            return CommandFailed(command.command_id, error)
+            return CommandFailed(command.command_id, _too_large(command.adapter))
+        if readiness == "no_room" and not self._load_turn.no_room(command.command_id):
+            seconds = self._load_turn.longest_wait
+            return CommandFailed(command.command_id, _no_room(command.adapter, seconds))
         resident = self._adapters.get(command.adapter.digest)
         if resident is None or readiness != "ready":
             return None
@@ -270,3 +276,19 @@ class Engine:
         """What a cached block saves, as a running mean: the eviction weighs it against loads."""
         eviction = self._eviction
         eviction.kv_token_seconds += 0.1 * (token_seconds - eviction.kv_token_seconds)
+
+
+def _too_large(adapter: AdapterRef) -> LoradError:
+    return LoradError(
+        "memory.no_capacity",
+        f"{adapter} does not fit into the device's pages",
+        hint="raise memory.slab_bytes, or unpin adapters",
+    )
+
+
+def _no_room(adapter: AdapterRef, seconds: float) -> LoradError:
+    return LoradError(
+        "memory.no_capacity",
+        f"{adapter} found no room beside the running requests in {seconds:g} s",
+        hint="try again, or raise memory.slab_bytes: the running requests hold its pages",
+    )
