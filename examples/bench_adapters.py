@@ -17,16 +17,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_report import progress, tell, write_table
 from demo_model import ensure_demo_model
-from stepped_engine import (
-    LongestPause,
-    SteppedEngine,
-    progress,
-    rss_mib,
-    stepped,
-    tell,
-    write_table,
-)
+from stepped_engine import LongestPause, SteppedEngine, rss_mib, stepped
 from tiny_model import ensure_tiny_model
 
 from lorad.engine.messages import AbortRequest, LoadAdapter, UnloadAdapter

@@ -25,17 +25,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_report import progress, tell, write_table
 from demo_model import ensure_demo_model
-from stepped_engine import (
-    LongestPause,
-    SteppedEngine,
-    progress,
-    stepped,
-    tell,
-    uniform,
-    write_table,
-    zipf,
-)
+from stepped_engine import LongestPause, SteppedEngine, stepped, uniform, zipf
 
 from lorad.adapter_ref import AdapterRef
 from lorad.sizing.svg_chart import Chart, Series, svg_document
