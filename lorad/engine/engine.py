@@ -211,6 +211,8 @@ class Engine:
     def _try_load(self, load: _PendingLoad) -> AdapterLoaded | CommandFailed | None:
         command = load.command
         if command.adapter.digest in self._scheduler.held:
+            # The unload may wait for requests that have begun and must not be held back.
+            self._load_turn.ended(command.command_id)
             return None
         readiness = self._adapters.prepare(command.adapter, "command")
         if readiness == "too_large":
