@@ -53,8 +53,8 @@ def top(
 
 
 def look(client: AdminClient) -> Look:
-    status, adapters, steps = client.status(), client.adapters(), client.steps(_STEPS)
-    return Look(time.time(), status, adapters, steps)
+    status, steps = client.status(), client.steps(_STEPS)
+    return Look(time.time(), status, client.adapters(in_memory=True), steps)
 
 
 def _live(client: AdminClient, interval: float) -> None:
