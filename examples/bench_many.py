@@ -50,9 +50,8 @@ class Point:
     lookups: dict[str, int] = field(default_factory=dict)  # requests by tier
     resident: dict[str, int] = field(default_factory=dict)  # adapters and bytes per tier
 
-    def requests(
-        self, refs: Sequence[AdapterRef], count: int, seed: int
-    ) -> list[AdapterRef | None]:
+    def plan(self, refs: Sequence[AdapterRef], count: int, seed: int) -> list[AdapterRef | None]:
+        """Whom that many requests are for."""
         if self.popularity == "base":
             return [None] * count
         choose = zipf if self.popularity == "zipf" else uniform
@@ -96,9 +95,8 @@ def main(
 ) -> None:
     """Measure the curve, and write it where it is wanted."""
     fleets: list[Fleet] = []
-    for mix, places in itertools.product(
-        ranks or ["8", "8,16,32,64"], max_cpu_loras or [2000, 200]
-    ):
+    mixes, bounds = ranks or ["8", "8,16,32,64"], max_cpu_loras or [2000, 200]
+    for mix, places in itertools.product(mixes, bounds):
         with stepped(
             ensure_demo_model(),
             adapters,
@@ -113,10 +111,14 @@ def main(
             fleets.append(_measure(b, mix, places, rounds, requests, warm))
         if output:
             output.write_text(json.dumps([asdict(fleet) for fleet in fleets], indent=1))
-    if markdown:
-        write_table(markdown, "many adapters", "\n\n".join(map(_table, fleets)))
+    tables = [_table(fleet) for fleet in fleets]
     if chart:
         chart.write_text(svg_document(_charts(fleets)))
+        if markdown and chart.is_relative_to(markdown.parent):
+            name = chart.relative_to(markdown.parent)
+            tables.append(f"![Tokens per second over the number of adapters]({name})")
+    if markdown:
+        write_table(markdown, "many adapters", "\n\n".join(tables))
 
 
 def _measure(
@@ -247,28 +249,27 @@ def _table(fleet: Fleet) -> str:
 
 
 def _charts(fleets: Sequence[Fleet]) -> list[Chart]:
-    """Throughput over the number of adapters, against 32, one chart for each fleet of ranks."""
-    charts = []
-    for ranks in dict.fromkeys(fleet.ranks for fleet in fleets):
-        lines = [
-            Series(
-                f"{popularity}, {fleet.max_cpu_loras:,} in host",
-                [
-                    (p.adapters, _ratio(p, fleet, _of_32(p)))
-                    for p in fleet.points
-                    if p.popularity == popularity and p.adapters >= 32
-                ],
-                dashed=popularity == "zipf",
-            )
-            for fleet in fleets
-            if fleet.ranks == ranks
-            for popularity in ("uniform", "zipf")
-        ]
-        for name, chosen in (("uniform", lines[0::2]), ("Zipf", lines[1::2])):
-            charts.append(
-                Chart(f"rank {ranks}, {name}", "adapters", "tokens/s, 1 = 32 adapters", chosen)
-            )
-    return charts
+    """Throughput over the number of adapters, uniform; one chart for each mix of ranks."""
+    return [
+        Chart(
+            f"Ranks {ranks}, uniform",
+            "adapters",
+            "output tokens/s, 1 = with 32 adapters",
+            [
+                Series(
+                    f"max_cpu_loras {fleet.max_cpu_loras:,}",
+                    [(p.adapters, _ratio(p, fleet, "uniform 32")) for p in _curve(fleet)],
+                    dashed=i > 0,
+                )
+                for i, fleet in enumerate(f for f in fleets if f.ranks == ranks)
+            ],
+        )
+        for ranks in dict.fromkeys(fleet.ranks for fleet in fleets)
+    ]
+
+
+def _curve(fleet: Fleet) -> list[Point]:
+    return [p for p in fleet.points if p.popularity == "uniform" and p.adapters >= 32]
 
 
 if __name__ == "__main__":
