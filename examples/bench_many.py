@@ -1,13 +1,13 @@
 """Throughput with 1 to 2,000 adapters served in one run, and where their bytes are.
 
-    python examples/bench_many.py                       # four fleets, some 20 minutes on 2 cores
+    python examples/bench_many.py                       # four fleets, half an hour on 2 cores
     python examples/bench_many.py --ranks 8 --max-cpu-loras 2000 --rounds 3
 
 Each fleet has one engine, of which all adapters are served. The points (base only, one adapter,
-32 up to all, uniform and Zipf) take turns, so that their ratios hold on a machine that drifts.
-Before a point is measured its adapters have been asked for once, and then in the proportions of
-the point: what is in which tier then is what the point itself leads to. The cold points begin
-with no adapter in memory.
+32 up to all, uniform and Zipf) take turns, and the base alone is timed just before each, so that
+ratios hold on a machine that drifts. Before a point is measured its adapters have been asked for
+once, and then in the proportions of the point: what is in which tier then is what the point itself
+leads to. The cold points begin with no adapter in memory.
 
 A real engine in this process, without HTTP; prompts of 32 random tokens, 32 tokens of answer, 32
 requests at once.
@@ -46,6 +46,7 @@ class Point:
     popularity: str  # "base", "uniform" or "zipf"
     adapters: int
     wall: list[float] = field(default_factory=list)  # tokens per second
+    base: list[float] = field(default_factory=list)  # of the base alone, just before
     cpu: list[float] = field(default_factory=list)  # tokens per second of CPU time
     lookups: dict[str, int] = field(default_factory=dict)  # requests by tier
     resident: dict[str, int] = field(default_factory=dict)  # adapters and bytes per tier
@@ -168,6 +169,8 @@ def _everyone_once(b: SteppedEngine, what: str) -> dict[str, float]:
 
 
 def _time(b: SteppedEngine, point: Point, requests: int, turn: int) -> None:
+    alone = b.serve([None] * AT_ONCE, at_once=AT_ONCE, tokens=ANSWER, prompt=PROMPT)
+    point.base.append(alone.wall)
     before = b.engine.stats().memory.lookups
     plan = point.plan(b.refs, requests, turn)
     rate = b.serve(plan, at_once=AT_ONCE, tokens=ANSWER, prompt=PROMPT)
@@ -211,10 +214,18 @@ def _of_32(point: Point) -> str:
 
 
 def _ratio(point: Point, fleet: Fleet, name: str) -> float:
-    """Throughput against another point: the median over the rounds of their own ratios."""
+    """Throughput against another point, or against the base alone, which each has beside it.
+
+    Two points are compared by what they are of the base: the machine drifts meanwhile.
+    """
+    if name == "base":
+        return _of_base(point)
     other = next((p for p in fleet.points if p.name == name), point)
-    pairs = zip(point.wall, other.wall, strict=False)
-    return statistics.median(mine / its for mine, its in pairs)
+    return _of_base(point) / _of_base(other)
+
+
+def _of_base(point: Point) -> float:
+    return statistics.median(mine / its for mine, its in zip(point.wall, point.base, strict=True))
 
 
 def _hits(point: Point, tier: str) -> float:
