@@ -12,7 +12,7 @@ help:
 	@echo "make stop    end the daemon of make serve"
 	@echo "make test    everything CI runs: lint, types, tests"
 	@echo "make bench   tokens a second against PEFT, in one run"
-	@echo "make bench-memory   fragmentation, host cache, registry; make bench-kernels: a decode step"
+	@echo "make bench-memory   fragmentation, host cache, slots, registry; make bench-kernels: a decode step"
 	@echo "make soak    longer runs: adapters, stalls, churn, traffic, kill -9, the admin API's schema"
 	@echo "make docs    write man pages and completions again from the programs"
 	@echo "make train   train the example adapters again"
@@ -41,13 +41,15 @@ bench: $(VENV)/.demo
 	$(BIN)/python examples/bench.py
 
 bench-memory: $(VENV)/.demo
-	for part in fragmentation host-cache registry; do $(BIN)/python examples/bench_memory.py $$part || exit 1; done
+	for part in fragmentation host-cache slots; do $(BIN)/python examples/bench_memory.py $$part || exit 1; done
+	$(BIN)/python examples/bench_registry.py
 
 bench-kernels: $(VENV)/.demo
 	$(BIN)/python kernels/bench/bench_cpu.py --model "$$($(BIN)/python examples/demo_model.py)"
 
 soak: $(VENV)/.test
-	for part in many stall soak prefix; do $(BIN)/python examples/bench_adapters.py $$part || exit 1; done
+	for part in stall soak prefix; do $(BIN)/python examples/bench_adapters.py $$part || exit 1; done
+	$(BIN)/python examples/bench_many.py
 	$(BIN)/python tests/soak/live_traffic.py --model "$$($(BIN)/python examples/demo_model.py)" examples/adapters/pirate-v1 examples/adapters/json
 	for run in kill_daemon kill_serving many_adapters restart_many attack_socket; do $(BIN)/python tests/soak/$$run.py || exit 1; done
 	LORAD_SCHEMA_EXAMPLES=150 $(BIN)/python -m pytest -q tests/test_admin_schema.py

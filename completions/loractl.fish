@@ -26,7 +26,7 @@ complete -c loractl -n __loractl_command_is -a list -d 'List the adapters: live 
 complete -c loractl -n __loractl_command_is -a show -d 'Show an adapter and its versions, or with @VERSION all that is known of that one'
 complete -c loractl -n __loractl_command_is -a history -d 'Show the changes of an adapter, newest first'
 complete -c loractl -n __loractl_command_is -a status -d 'Show what the daemon is doing: requests, pages, adapters by tier'
-complete -c loractl -n __loractl_command_is -a top -d 'Watch the daemon work: pages, tiers, queue, tokens a second and TTFT of each version'
+complete -c loractl -n __loractl_command_is -a top -d 'Watch the daemon work: pages, tiers, loads and evictions, queue, tokens a second and TTFT'
 complete -c loractl -n __loractl_command_is -a doctor -d 'Check socket, permissions, versions of both programs, store, disk and adapters'
 complete -c loractl -n __loractl_command_is -a load -d 'Bring a version onto the device now, so that its first request does not wait'
 complete -c loractl -n __loractl_command_is -a unload -d 'Free a version\'s memory'

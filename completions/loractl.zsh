@@ -21,7 +21,7 @@ _loractl() {
         'show:Show an adapter and its versions, or with @VERSION all that is known of that one'
         'history:Show the changes of an adapter, newest first'
         'status:Show what the daemon is doing\: requests, pages, adapters by tier'
-        'top:Watch the daemon work\: pages, tiers, queue, tokens a second and TTFT of each version'
+        'top:Watch the daemon work\: pages, tiers, loads and evictions, queue, tokens a second and TTFT'
         'doctor:Check socket, permissions, versions of both programs, store, disk and adapters'
         'load:Bring a version onto the device now, so that its first request does not wait'
         'unload:Free a version'\''s memory'

@@ -1,18 +1,15 @@
-"""Writes many different adapters of a model quickly: PEFT's two files, random factors, no PEFT.
-
-The factors of one adapter are a template with other random numbers, so a thousand take seconds.
-"""
+"""Writes an adapter of a model quickly: PEFT's two files, random factors, no PEFT."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from lorad.sizing.model_shape import ModelShape, read_config
+from lorad.sizing.model_shape import ModelShape
 
 QV = ("q_proj", "v_proj")
 
@@ -42,15 +39,3 @@ def write_adapter(
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
-
-
-def write_fleet(
-    root: Path, model: Path, count: int, ranks: Sequence[int], leaves: Sequence[str] = QV
-) -> Iterator[Path]:
-    """`count` adapters, their ranks in turn from `ranks`; those that are there are kept."""
-    shape = ModelShape.from_config(read_config(model))
-    for i in range(count):
-        directory = root / f"adapter-{i:05d}"
-        if not (directory / "adapter_config.json").exists():
-            write_adapter(directory, shape, ranks[i % len(ranks)], i, leaves)
-        yield directory

@@ -2,37 +2,35 @@
 
 python examples/bench_memory.py fragmentation   # 100,000 random loads, unloads, sequences
 python examples/bench_memory.py host-cache      # LRU against what the host cache does
-python examples/bench_memory.py registry        # 10,000 adapters, a million unknown names
+python examples/bench_memory.py slots           # true rank against slots of the largest rank
 """
 
 from __future__ import annotations
 
-import json
 import random
-import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
+from bench_report import progress, tell, write_table
 
-from lorad.adapter_ref import AdapterName
 from lorad.adapters.host_cache import HostCache
-from lorad.adapters.peft_format import read_adapter
 from lorad.adapters.weights import AdapterWeights
-from lorad.errors import LoradError
 from lorad.memory.adapter_pool import AdapterPool
 from lorad.memory.eviction import Eviction
 from lorad.memory.kv_cache import KVCache
 from lorad.memory.page_pool import PagePool
 from lorad.memory.slab import Slab
-from lorad.registry.records import Who
-from lorad.registry.registry import Registry
-from lorad.sizing.adapter_size import AdapterLayout
+from lorad.sizing.adapter_size import AdapterLayout, pack_adapter, uniform_modules
+from lorad.sizing.catalogue import find_model
+from lorad.sizing.families import architecture
+from lorad.sizing.memory_plan import page_bytes, pages_for
 from lorad.sizing.model_shape import ModelShape
+from lorad.sizing.other_engines import sglang_reservation, vllm_reservation
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
@@ -42,19 +40,22 @@ RANK_BYTES = 5 * 2**20
 RANKS = (8, 16, 32, 64)
 
 
-def tell(row: dict[str, object]) -> None:
-    print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}))
-
-
 @app.command()
-def fragmentation(operations: int = 100_000, pages: int = 4096, seed: int = 0) -> None:
+def fragmentation(
+    operations: int = 100_000,
+    pages: int = 4096,
+    seed: int = 0,
+    page_kib: Annotated[int, typer.Option(help="Real pages, to time their copies too.")] = 0,
+    markdown: Path | None = None,
+) -> None:
     """Whether an adapter that fits in the free pages always loads, and what that took.
 
-    A page here has 4 bytes, so that only the books are timed; the bytes told are those of
-    Llama-3.1-8B.
+    A page here has 4 bytes unless told otherwise, so that only the books are timed; how many pages
+    an adapter takes is as with Llama-3.1-8B.
     """
     choose = random.Random(seed)
-    slab = Slab(torch.zeros(pages), pages, 1, 16)
+    elements = max(1, page_kib * 256)
+    slab = Slab(torch.zeros(pages * elements), pages, elements, 16)
     pool = PagePool(pages)
     eviction = Eviction(pool)
     kv = KVCache(pool, slab, eviction)
@@ -77,8 +78,10 @@ def fragmentation(operations: int = 100_000, pages: int = 4096, seed: int = 0) -
             count = -(-rank * RANK_BYTES // PAGE_BYTES)
             fits = count <= pool.adapter_room
             holes_missing += fits and pool.longest_run() < count
-            layout = AdapterLayout((), count * 4, count * 4, rank)
-            weights = AdapterWeights(f"a{i}", layout, torch.zeros(count))
+            nbytes = count * slab.page_bytes
+            weights = AdapterWeights(
+                f"a{i}", AdapterLayout((), nbytes, nbytes, rank), torch.zeros(count * elements)
+            )
             started = time.perf_counter()
             while (state := _step(adapters, weights)) == "moving":
                 steps += 1
@@ -92,23 +95,31 @@ def fragmentation(operations: int = 100_000, pages: int = 4096, seed: int = 0) -
             adapters.release(used.pop(choose.randrange(len(used))))
         if i % 1000 == 999:
             ratios.append(_against_slots(adapters))
+            progress(f"{i + 1} of {operations} operations, {loads} loads")
     moves = adapters.relocator
-    tell(
-        {
-            "operations": operations,
-            "loads": loads,
-            "refused_though_free": refused,
-            "without_a_hole": holes_missing,
-            "moved_pages": moves.moved_pages,
-            "moved_pages_per_load": moves.moved_pages / max(1, loads),
-            "moved_adapters": moves.moved_runs,
-            "steps_waited": steps,
-            "load_us_p50": 1e6 * statistics.median(seconds),
-            "load_us_p99": 1e6 * sorted(seconds)[int(len(seconds) * 0.99)],
-            "evicted": sum(eviction.counts.values()),
-            "bytes_against_slots_of_rank_64": statistics.mean(ratios),
-        }
-    )
+    row: dict[str, object] = {
+        "operations": operations,
+        "page_bytes": slab.page_bytes,
+        "loads": loads,
+        "refused_though_free": refused,
+        "without_a_hole": holes_missing,
+        "moved_pages_per_load": moves.moved_pages / max(1, loads),
+        "moved_adapters": moves.moved_runs,
+        "move_ms_per_load": 1000 * moves.seconds / max(1, loads),
+        "steps_waited": steps,
+        "load_us_p50": 1e6 * statistics.median(seconds),
+        "load_us_p99": 1e6 * sorted(seconds)[int(len(seconds) * 0.99)],
+        "evicted": sum(eviction.counts.values()),
+        "pages_of_slots_of_rank_64": statistics.mean(ratios),
+    }
+    tell(row)
+    if markdown:
+        cells = [f"| {what.replace('_', ' ')} | {_told(value)} |" for what, value in row.items()]
+        write_table(markdown, "fragmentation", "\n".join(["| | |", "|---|---|", *cells]))
+
+
+def _told(value: object) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _step(adapters: AdapterPool, weights: AdapterWeights) -> str:
@@ -191,64 +202,86 @@ def host_cache(adapters: int = 2000, places: int = 200, requests: int = 40_000) 
         tell(row)
 
 
-# --- registry ---------------------------------------------------------------------------------
+# --- slots ------------------------------------------------------------------------------------
 
-_SHAPE = ModelShape("llama", 16, 1, 2, 1, 8, 16, 64)
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @app.command()
-def registry(adapters: int = 10_000, unknown: int = 1_000_000) -> None:
-    """Memory and time per registered adapter, and what names that do not exist leave behind."""
-    from adapter_fleet import write_adapter
+def slots(resident: int = 32, markdown: Path | None = None) -> None:
+    """Bytes of resident adapters of even ranks 8, 16, 32, 64 against slots for the largest rank.
 
-    ram = Path("/dev/shm")  # memory is measured here, not the disk
-    with tempfile.TemporaryDirectory(dir=ram if ram.is_dir() else None) as name:
-        root = Path(name)
-        held = Registry.open(root / "state", "base", lambda d: read_adapter(d, _SHAPE))
-        before, started = rss_bytes(), time.perf_counter()
-        for i in range(adapters):
-            directory = write_adapter(root / "one", _SHAPE, 1, i)
-            pushed = held.push(directory, AdapterName.parse(f"a{i}"), who=Who.daemon())
-            held.promote(pushed.version.ref.name, pushed.version.label, who=Who.daemon())
-        push_seconds = time.perf_counter() - started
-        held.close()
-        held = Registry.open(root / "state", "base", lambda d: read_adapter(d, _SHAPE))
-        per_adapter = (rss_bytes() - before) / adapters
-        tell(
-            {
-                "adapters": adapters,
-                "push_ms": 1000 * push_seconds / adapters,
-                "bytes_per_adapter": per_adapter,
-                "list_ms": 1000 * _time(lambda: held.adapters(), 5),
-                "resolve_us": 1e6 * _time(lambda: held.resolve(f"a{adapters // 2}"), 2000),
-            }
+    The layouts are the daemon's, and they are put into a pool of the daemon's; the slots are what
+    vLLM and SGLang allocate for as many adapters, by the shapes of their own buffers.
+    """
+    rows = []
+    for name in ("smollm2-135m", "llama-3.1-8b"):
+        for leaves in (("q_proj", "v_proj"), ALL):
+            rows.append(_against_reservations(name, leaves, resident))
+            tell(rows[-1])
+    if markdown:
+        write_table(markdown, "slots", _slots_table(rows))
+
+
+def _against_reservations(name: str, leaves: tuple[str, ...], resident: int) -> dict[str, object]:
+    model = find_model(name)
+    if model is None:
+        raise typer.BadParameter(f"no model {name}")
+    shape = ModelShape.from_config(model.config)
+    page = page_bytes(shape, 16, 2)
+    layouts = [
+        pack_adapter(shape, uniform_modules(shape, leaves, RANKS[i % len(RANKS)]), 2)
+        for i in range(resident)
+    ]
+    held = _put_into_a_pool(layouts, page) * page
+    arch = architecture(model.config)
+    vllm = vllm_reservation(arch, resident, max(RANKS), 2)
+    sglang = sglang_reservation(arch, resident, max(RANKS), leaves, 2)
+    return {
+        "model": name,
+        "targets": "all linears" if leaves == ALL else "q, v",
+        "resident": resident,
+        "weight_mib": sum(layout.weight_nbytes for layout in layouts) / 2**20,
+        "pool_mib": held / 2**20,
+        "vllm_mib": vllm.low / 2**20 if vllm else None,
+        "sglang_mib": sglang.low / 2**20 if sglang else None,
+        "of_vllm": held / vllm.low if vllm else None,
+        "of_sglang": held / sglang.low if sglang else None,
+    }
+
+
+def _put_into_a_pool(layouts: list[AdapterLayout], page: int) -> int:
+    """Pages that the adapters take in a pool of the engine's; a page has 4 bytes here."""
+    pages = sum(pages_for(layout.nbytes, page) for layout in layouts)
+    slab = Slab(torch.zeros(pages), pages, 1, 16)
+    pool = PagePool(pages)
+    eviction = Eviction(pool)
+    adapters = AdapterPool(pool, slab, eviction, KVCache(pool, slab, eviction))
+    for i, layout in enumerate(layouts):
+        count = pages_for(layout.nbytes, page)
+        small = AdapterLayout((), 4 * count, 4 * count, layout.max_rank)
+        if adapters.upload(AdapterWeights(f"a{i}", small, torch.zeros(count))) != "ready":
+            raise RuntimeError(f"adapter {i} did not fit")
+    return pool.adapter_pages
+
+
+def _slots_table(rows: list[dict[str, object]]) -> str:
+    lines = [
+        f"{rows[0]['resident']} adapters, ranks 8, 16, 32 and 64 in equal parts, 16 bit; MiB.",
+        "",
+        "| model | targets | weights alone | lorad, pages | vLLM, slots of rank 64 "
+        "| SGLang, slots of rank 64 | lorad / vLLM | lorad / SGLang |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        sizes = (row[key] for key in ("weight_mib", "pool_mib", "vllm_mib", "sglang_mib"))
+        shares = (row[key] for key in ("of_vllm", "of_sglang"))
+        lines.append(
+            f"| {row['model']} | {row['targets']} | "
+            + " | ".join([*(f"{size:,.0f}" for size in sizes), *(f"{part:.0%}" for part in shares)])
+            + " |"
         )
-        before, started = rss_bytes(), time.perf_counter()
-        for i in range(unknown):
-            try:
-                held.resolve(f"nobody-{i}")
-            except LoradError as error:
-                if error.code != "adapter.not_found":
-                    raise
-        tell(
-            {
-                "unknown_names": unknown,
-                "us_each": 1e6 * (time.perf_counter() - started) / unknown,
-                "bytes_left_behind": rss_bytes() - before,
-            }
-        )
-        held.close()
-
-
-def _time(call: Callable[[], object], times: int) -> float:
-    started = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - started) / times
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

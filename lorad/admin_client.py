@@ -59,8 +59,11 @@ class AdminClient:
         """The daemon's effective settings, by their full names."""
         return cast(wire.ConfigInfo, self._http.request("GET", wire.CONFIG))
 
-    def adapters(self, tenant: str | None = None) -> wire.AdapterList:
-        query = {"tenant": tenant} if tenant else {}
+    def adapters(self, tenant: str | None = None, *, in_memory: bool = False) -> wire.AdapterList:
+        """All of them; with `in_memory`, of a daemon that knows it, those with a version there."""
+        query: dict[str, object] = {"tenant": tenant} if tenant else {}
+        if in_memory:
+            query["in_memory"] = 1
         return cast(wire.AdapterList, self._http.request("GET", wire.ADAPTERS, query=query))
 
     def adapter(self, name: str) -> wire.AdapterInfo:

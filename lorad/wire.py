@@ -328,6 +328,7 @@ class MemoryInfo(TypedDict):
     loads: dict[str, int]
     cancelled_loads: int
     load_seconds: float  # all loads together
+    loads_done: NotRequired[int]  # that those seconds are of
     evictions: dict[str, int]  # "prefix for kv", "adapter for adapter", ...
     host_evictions: int
     moved_pages: int

@@ -6,6 +6,7 @@ is use alone that counts, how often and how lately. Moves are in test_memory_pag
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lorad_kernels import LoraFactors
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -104,6 +106,26 @@ def resident_bytes(slab: Slab, adapter: ResidentAdapter) -> Tensor:
     start = adapter.first_page * slab.page_elements
     itemsize = slab.data.element_size()
     return slab.data[start : start + adapter.layout.nbytes // itemsize]
+
+
+def factor_objects() -> int:
+    return sum(isinstance(thing, LoraFactors) for thing in gc.get_objects())
+
+
+def test_only_adapters_in_use_hold_an_object_for_each_matrix() -> None:
+    """With hundreds on the device a garbage collection would otherwise hold the steps up."""
+    memory = Memory(32)
+    memory.upload(weights("a"))
+    memory.upload(weights("b"))
+    before = factor_objects()
+    adapter = memory.acquire("a")
+    memory.acquire("a")
+    assert adapter.factors is adapter.factors
+    assert factor_objects() == before + 2 * 7
+    memory.adapters.release("a")
+    assert factor_objects() == before + 2 * 7
+    memory.adapters.release("a")
+    assert factor_objects() == before
 
 
 # --- bytes and offsets ------------------------------------------------------------------------

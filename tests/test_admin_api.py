@@ -178,6 +178,15 @@ def test_dry_run_of_a_push_leaves_nothing(daemon: Daemon, adapters: list[Path]) 
     assert daemon.staged() == []
 
 
+def test_list_of_those_in_memory_only(tinker: Daemon, tmp_path: Path) -> None:
+    """The live version of `tinker` is on the device since its promote; nothing of `idle` is."""
+    assert tinker.push(write_adapter(tmp_path / "other", 77), name="idle").status_code == 200
+    found = tinker.get("/v1/adapters?in_memory=1")["adapters"]
+    assert [adapter["name"] for adapter in found] == ["tinker"]
+    assert len(found[0]["versions"]) == 3
+    assert len(tinker.get("/v1/adapters?in_memory=0")["adapters"]) == 2
+
+
 def test_label_conflict(tinker: Daemon, adapters: list[Path], tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other", 77)
     assert error(tinker.push(other, version="v2")) == (409, "version.exists")

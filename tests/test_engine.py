@@ -402,7 +402,7 @@ def test_a_step_that_raises_fails_its_requests_and_later_ones_work(bench, monkey
 def test_an_abort_frees_the_pages_of_a_running_request_at_once(bench) -> None:
     it = bench()
     it.engine.generate([(PROMPTS[0], "a")])
-    it.engine.add("gone", PROMPTS[2], "a", max_tokens=60)
+    it.engine.add("gone", PROMPTS[2][::-1], "a", max_tokens=60)  # as long, and shares no page
     it.engine.add("stays", PROMPTS[2], "a")
     first = it.steps(2)
     kv_pages = it.stats.kv_pages

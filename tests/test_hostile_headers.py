@@ -183,6 +183,16 @@ def test_hostile_header(tmp_path: Path, kind: str) -> None:
     assert perf_counter() - started < 10
 
 
+def test_a_header_that_was_seen_before_is_not_trusted_in_another_file(tmp_path: Path) -> None:
+    """Headers are remembered, for adapters of one form; the size of the file is part of that."""
+    good = file(json.dumps(GOOD).encode())
+    first = read_adapter(adapter(tmp_path, good), None)
+    assert read_adapter(adapter(tmp_path, good), None).modules[0].a is first.modules[0].a
+    with pytest.raises(LoradError) as caught:
+        read_adapter(adapter(tmp_path, good[:-1]), None)
+    assert caught.value.code == CORRUPT
+
+
 PEAK = """
 import resource, sys
 from pathlib import Path

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.adapters import weights as weights_module
 from lorad.adapters.loader import AdapterLoader, LoadResult
-from lorad.adapters.peft_format import read_adapter
-from lorad.adapters.weights import AdapterWeights, read_weights
+from lorad.adapters.peft_format import adapter_digest, read_adapter
+from lorad.adapters.weights import AdapterWeights, read_weights, shared_layout
 from lorad.errors import LoradError
-from lorad.sizing.adapter_size import AdapterLayout, pack_adapter
+from lorad.sizing.adapter_size import AdapterLayout
 from lorad.sizing.model_shape import ModelShape, read_config
 
 
@@ -255,9 +255,9 @@ def test_what_is_read_is_the_file_that_was_checked(adapter, tmp_path, monkeypatc
 
     def pack_later(*arguments):  # called between the check and the first read of a tensor
         damage(copy / "adapter_model.safetensors", how)
-        return pack_adapter(*arguments)
+        return shared_layout(*arguments)
 
-    monkeypatch.setattr(weights_module, "pack_adapter", pack_later)
+    monkeypatch.setattr(weights_module, "shared_layout", pack_later)
     if how == "cut":
         with pytest.raises(LoradError) as failed:
             read_weights(copy, "sha256:a", shape, torch.float32)
@@ -265,3 +265,24 @@ def test_what_is_read_is_the_file_that_was_checked(adapter, tmp_path, monkeypatc
         return
     again = read_weights(copy, "sha256:a", shape, torch.float32)
     assert torch.equal(again.data, whole.data)
+
+
+def test_what_is_read_proves_the_digest_it_was_pushed_with(adapter, tmp_path) -> None:
+    directory, shape = adapter
+    digest = adapter_digest(directory)
+    proved = read_weights(directory, digest, shape, torch.float32, verify=True)
+    assert torch.equal(proved.data, read_weights(directory, digest, shape, torch.float32).data)
+    other, _ = changed(directory, tmp_path / "other", 0.5)
+    with pytest.raises(LoradError) as refused:
+        read_weights(other, digest, shape, torch.float32, verify=True)
+    assert refused.value.code == "store.digest_mismatch"
+    assert read_weights(other, adapter_digest(other), shape, torch.float32, verify=True)
+
+
+def test_adapters_of_one_form_share_their_layout(adapter, tmp_path) -> None:
+    """A layout is hundreds of objects: with thousands of adapters it would be memory and time."""
+    directory, shape = adapter
+    other, _ = changed(directory, tmp_path / "other", 0.5)
+    one, two = (read_weights(d, "sha256:a", shape, torch.float32) for d in (directory, other))
+    assert one.layout is two.layout
+    assert read_weights(directory, "sha256:a", shape, torch.float16).layout is not one.layout

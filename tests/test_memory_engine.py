@@ -196,6 +196,72 @@ def test_loading_serving_and_unloading_leaves_nothing_behind(engine):
     assert len(e.reads) == 60, "each file was opened once per load"
 
 
+class FullLoad:
+    """Streams that want all pages there are, another for each that ends."""
+
+    def __init__(self, e: Engine, streams: int) -> None:
+        self.e = e
+        self.sent = self.ended = 0
+        for _ in range(streams):
+            self.send()
+
+    def send(self) -> None:
+        self.e.ask(f"s{self.sent}", "a0", 20 + 7 * self.sent % 41)
+        self.sent += 1
+
+    def step(self) -> None:
+        for output in self.e.step():
+            if getattr(output, "finish_reason", None):
+                assert output.error is None
+                self.ended += 1
+                self.send()
+
+    def until(self, done, steps: int) -> None:
+        for _ in range(steps):
+            if done():
+                return
+            self.step()
+        raise AssertionError(f"not in {steps} steps")
+
+
+def answer(e: Engine, command: str) -> object | None:
+    return next((o for o in e.outputs if getattr(o, "command_id", "") == command), None)
+
+
+def test_a_load_command_and_constant_full_load_do_not_starve_each_other(engine):
+    """Without its turn the command never finds room: each page that is freed is taken at once."""
+    settings = {"slab_bytes": 40 * PAGE, "max_model_len": 96, "max_num_seqs": 32}
+    e = engine(**settings, adapter_wait=1e9)
+    load = FullLoad(e, 32)
+    load.until(lambda: load.ended > 32, 400)
+    e.handle(LoadAdapter("never", e.ref("a3")))  # of rank 32: the largest
+    load.until(lambda: load.ended > 64, 400)
+    assert answer(e, "never") is None
+
+    e = engine(**settings, adapter_wait=0.02)
+    load = FullLoad(e, 32)
+    load.until(lambda: load.ended > 32, 400)
+    e.handle(LoadAdapter("now", e.ref("a3")))
+    load.until(lambda: answer(e, "now") is not None, 400)
+    assert answer(e, "now").pages > 1
+    before = load.ended
+    load.until(lambda: load.ended > before + 16, 400)
+
+
+def test_a_load_command_that_gets_no_room_is_given_up(engine):
+    e = engine(slab_bytes=32 * PAGE, max_model_len=512, adapter_wait=0.002)
+    e.ask("long", "a0", 500)
+    e.until(lambda: e.built.engine.stats().kv_pages >= 23)
+    e.handle(LoadAdapter("load", e.ref("a3")))
+    e.until(lambda: answer(e, "load") is not None)
+    failed = answer(e, "load").error
+    assert failed.code == "memory.no_capacity"
+    assert "0.014 s" in failed.message
+    e.ask("next", "a0", 1)
+    e.until(lambda: e.ended("next"))
+    assert not e.ended("long")
+
+
 def test_the_series_of_the_metrics_are_the_same_whatever_happened():
     def names(stats: EngineStats) -> set[str]:
         text = metrics_source(lambda: stats)().decode()

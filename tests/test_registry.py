@@ -19,9 +19,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from lorad.adapter_ref import AdapterName, AdapterRef
 from lorad.adapters.peft_format import read_adapter
+from lorad.daemon import store_reader
 from lorad.errors import LoradError
 from lorad.registry.records import Action, Pushed, VersionState, Who
 from lorad.registry.registry import Registry
@@ -448,6 +450,23 @@ def test_altered_bytes_are_never_served_until_pushed_again(
     assert registry.resolve("tinker") == ref
     assert registry.verify(ref)
     assert [e.action for e in registry.history(TINKER)][:2] == [Action.RESTORE, Action.FAIL]
+
+
+def test_a_load_of_altered_bytes_marks_the_version(
+    registry: Registry, adapters: list[Path]
+) -> None:
+    """The daemon proves the bytes that it packs, in one pass, and leaves the verdict to verify."""
+    ref = push(registry, adapters[0]).version.ref
+    registry.promote(TINKER, "v1", who=ME)
+    read = store_reader(registry, SHAPE)
+    assert read(ref, SHAPE, torch.float32).digest == ref.digest
+    flip_last_byte(registry, ref)
+    with pytest.raises(LoradError) as caught:
+        read(ref, SHAPE, torch.float32)
+    assert code(caught) == "store.digest_mismatch"
+    with pytest.raises(LoradError) as refused:
+        registry.resolve("tinker")
+    assert code(refused) == "version.failed"
 
 
 def test_files_that_cannot_be_opened_just_now_are_not_taken_for_lost(

@@ -318,6 +318,59 @@ def test_first_come_first_served() -> None:
     assert first_tokens == list("012345")
 
 
+def test_a_prompt_that_comes_several_times_at_once_is_computed_once() -> None:
+    """The first computes; the others wait for that one step and then find all full blocks."""
+    bench = Bench()
+    for i in range(3):
+        bench.add(str(i), prompt=4 * BLOCK + 2, salt="all")
+    bench.add("other", prompt=4 * BLOCK + 2, salt="of another tenant")
+    first = {item.sequence.request_id: item.count for item in bench.step().items}
+    assert first == {"0": 18, "other": 18}
+    second = {item.sequence.request_id: item.count for item in bench.step().items}
+    assert second == {"0": 1, "other": 1, "1": 2, "2": 2}
+    assert (bench.scheduler.prefix_lookup_tokens, bench.scheduler.prefix_hit_tokens) == (72, 32)
+    bench.run()
+    assert [bench.tokens(str(i)) for i in range(3)] == [4] * 3
+
+
+def test_who_waited_for_a_prompt_that_came_to_nothing_computes_it() -> None:
+    bench = Bench()
+    for i in range(3):
+        bench.add(str(i), prompt=2 * BLOCK + 1, salt="all")
+    bench.step({"0": None})
+    assert bench.end("0") == "engine.nonfinite_logits"
+    counts = {item.sequence.request_id: item.count for item in bench.step().items}
+    assert counts == {"1": 9}
+    bench.run()
+    assert (bench.tokens("1"), bench.tokens("2")) == (4, 4)
+
+
+def test_a_prompt_that_takes_more_steps_keeps_nobody_waiting() -> None:
+    """Only what the next step will find is waited for, not the end of a long prefill."""
+    bench = Bench(budget=12)
+    bench.add("decodes", max_tokens=20)
+    bench.step()
+    bench.add("long", prompt=6 * BLOCK, salt="all")
+    bench.add("same", prompt=6 * BLOCK, salt="all")
+    rows = [{item.sequence.request_id: item.count for item in bench.step().items} for _ in range(4)]
+    assert [row.get("long") for row in rows] == [11, 11, 2, 1]
+    assert [row.get("same") for row in rows] == [None, None, None, 4]
+
+
+def test_while_a_load_command_makes_room_only_those_go_on_who_have_begun() -> None:
+    bench = Bench()
+    bench.add("runs", max_tokens=3)
+    bench.step()
+    bench.add("comes")
+    bench.scheduler.admits = False
+    bench.step()
+    assert (bench.running, bench.waiting) == (["runs"], ["comes"])
+    bench.step()
+    assert bench.end("runs") == "length"
+    bench.step()
+    assert bench.running == ["comes"], "nobody is left whose end could be waited for"
+
+
 # --- adapters ---------------------------------------------------------------------------------
 
 

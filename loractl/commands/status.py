@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from loractl.memory_text import memory_fields, page_owners
 from loractl.options import (
     IntervalOption,
     JsonOption,
@@ -40,13 +41,9 @@ def status(
 def _print(found: wire.StatusInfo) -> None:
     engine, page = found["engine"], found["engine"]["page_bytes"]
     tiers = ", ".join(f"{count} {tier}" for tier, count in sorted(found["tiers"].items()))
-    pages = {
-        "free": engine["free_pages"],
-        "KV": engine["kv_pages"],
-        "cached KV": engine["cached_pages"],
-        "adapters": engine["adapter_pages"],
-    }
-    used = ", ".join(f"{what} {n} ({human_bytes(n * page)})" for what, n in pages.items())
+    used = ", ".join(
+        f"{what} {n} ({human_bytes(n * page)})" for what, n in page_owners(engine).items()
+    )
     print_fields(
         {
             "daemon": f"lorad {found['daemon_version']}, pid {found['pid']}, uid {found['uid']}",
@@ -61,26 +58,9 @@ def _print(found: wire.StatusInfo) -> None:
             "tokens": f"{engine['prompt_tokens']} prompt, {engine['generated_tokens']} generated",
             "steps": engine["steps"],
             "pages": f"{engine['total_pages']} of {human_bytes(page)}: {used}",
-            "host cache": human_bytes(engine["host_cache_bytes"]),
-            "prefixes": _share(
-                engine["memory"]["prefix_hit_tokens"],
-                engine["memory"]["prefix_lookup_tokens"],
-                "prompt tokens found",
-            ),
-            "tier hits": _found(engine["memory"]["lookups"]),
+            **memory_fields(engine),
         }
     )
-
-
-def _share(part: int, whole: int, what: str) -> str:
-    return f"{part} of {whole} {what} ({part / whole:.0%})" if whole else f"no {what} yet"
-
-
-def _found(lookups: dict[str, int]) -> str:
-    """On which tier requests found their adapters."""
-    whole = sum(lookups.values())
-    shares = [f"{n / whole:.0%} {tier}" for tier, n in sorted(lookups.items())] if whole else []
-    return ", ".join(shares) or "no request for one yet"
 
 
 def _duration(seconds: float) -> str:

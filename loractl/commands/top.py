@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loractl.memory_text import memory_fields, page_owners
 from loractl.options import IntervalOption, JsonOption, SocketOption, TimeoutOption
 from loractl.output import cell, console, human_bytes, print_json, reported
 from lorad import wire
@@ -40,7 +41,7 @@ def top(
     timeout: TimeoutOption = 30.0,
     json: JsonOption = False,
 ) -> None:
-    """Watch the daemon work: pages, tiers, queue, tokens a second and TTFT of each version."""
+    """Watch the daemon work: pages, tiers, loads and evictions, queue, tokens a second and TTFT."""
     client = AdminClient(socket, timeout)
     with reported(json):
         if json:
@@ -52,8 +53,8 @@ def top(
 
 
 def look(client: AdminClient) -> Look:
-    status, adapters, steps = client.status(), client.adapters(), client.steps(_STEPS)
-    return Look(time.time(), status, adapters, steps)
+    status, steps = client.status(), client.steps(_STEPS)
+    return Look(time.time(), status, client.adapters(in_memory=True), steps)
 
 
 def _live(client: AdminClient, interval: float) -> None:
@@ -101,7 +102,8 @@ def screen(now: Look, before: Look | None) -> Group:
     """The whole screen as something Rich prints."""
     from rich.console import Group
 
-    return Group(_headline(now, before), cell(""), _pages(now), cell(""), _versions(now))
+    parts = (_headline(now, before), _pages(now), _memory(now), _versions(now))
+    return Group(*(line for part in parts for line in (part, cell(""))))
 
 
 def _headline(now: Look, before: Look | None) -> Text:
@@ -126,17 +128,22 @@ def _pages(now: Look) -> Table:
     engine = now.status["engine"]
     table = Table.grid(padding=(0, 2))
     total = max(engine["total_pages"], 1)
-    for what, pages in (
-        ("KV", engine["kv_pages"]),
-        ("adapters", engine["adapter_pages"]),
-        ("free", engine["free_pages"]),
-    ):
+    for what, pages in page_owners(engine).items():
         bar = "#" * round(40 * pages / total)
         size = human_bytes(pages * engine["page_bytes"])
         table.add_row(cell(what), cell(f"{bar:<40}"), cell(f"{pages} pages, {size}"))
     tiers = ", ".join(f"{count} {tier}" for tier, count in sorted(now.status["tiers"].items()))
-    host = human_bytes(engine["host_cache_bytes"])
-    table.add_row(cell("tiers"), cell(tiers or "none in memory"), cell(f"host cache {host}"))
+    table.add_row(cell("tiers"), cell(tiers or "none in memory"))
+    return table
+
+
+def _memory(now: Look) -> Table:
+    """What it has done since the start."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for what, text in memory_fields(now.status["engine"]).items():
+        table.add_row(cell(what), cell(text))
     return table
 
 

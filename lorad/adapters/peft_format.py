@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "Finding",
     "LoraModule",
     "PeftAdapter",
+    "ServedDigest",
     "ServedFactor",
     "TensorEntry",
     "adapter_digest",
@@ -48,6 +50,7 @@ __all__ = [
     "read_adapter",
     "read_config_bytes",
     "served_digest",
+    "served_slices",
 ]
 
 _CHUNK_BYTES = 1 << 20
@@ -110,13 +113,23 @@ class PeftAdapter:
     def served_factors(self, shape: ModelShape) -> Iterator[ServedFactor]:
         """The linears to fill, with the rows of each; the counterpart of `module_ranks`."""
         for module in self.modules:
-            start = 0
-            for path in _slice_paths(module):
-                leaf = path.rpartition(".")[2]
-                stop = start + shape.linears[leaf][0]
-                rank = ModuleRank(module.rank, module.scaling)
-                yield ServedFactor(path, rank, module.a, module.b, start, stop)
-                start = stop
+            yield from served_slices(module, shape)
+
+    @property
+    def digest_order(self) -> list[LoraModule]:
+        """The modules as `ServedDigest` takes them."""
+        return sorted(self.modules, key=lambda module: module.path)
+
+
+def served_slices(module: LoraModule, shape: ModelShape) -> Iterator[ServedFactor]:
+    """The linears that one module fills: itself, or the slices of a fused one."""
+    start = 0
+    for path in _slice_paths(module):
+        leaf = path.rpartition(".")[2]
+        stop = start + shape.linears[leaf][0]
+        rank = ModuleRank(module.rank, module.scaling)
+        yield ServedFactor(path, rank, module.a, module.b, start, stop)
+        start = stop
 
 
 def _slice_paths(module: LoraModule) -> tuple[str, ...]:
@@ -195,13 +208,32 @@ def adapter_digest(directory: Path) -> str:
 
 def served_digest(adapter: PeftAdapter, weights: ByteSource) -> str:
     """`adapter_digest` of an adapter that is open already."""
-    digest = hashlib.sha256(b"lorad adapter 1\n")
-    for module in sorted(adapter.modules, key=lambda module: module.path):
-        digest.update(_digest_line(module))
-        for entry in (module.a, module.b):
-            for start in range(entry.start, entry.end, _CHUNK_BYTES):
-                digest.update(weights.read_at(start, min(_CHUNK_BYTES, entry.end - start)))
-    return f"sha256:{digest.hexdigest()}"
+    digest = ServedDigest()
+    for module in adapter.digest_order:
+        digest.add(module, chain.from_iterable(_chunks(weights, e) for e in (module.a, module.b)))
+    return digest.text
+
+
+def _chunks(weights: ByteSource, entry: TensorEntry) -> Iterator[bytes]:
+    for start in range(entry.start, entry.end, _CHUNK_BYTES):
+        yield weights.read_at(start, min(_CHUNK_BYTES, entry.end - start))
+
+
+class ServedDigest:
+    """`adapter_digest`, for who reads the factors anyhow: takes the modules in `digest_order`."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256(b"lorad adapter 1\n")
+
+    def add(self, module: LoraModule, content: Iterable[bytes | bytearray]) -> None:
+        """One module and the bytes of its A and then its B, in pieces of any length."""
+        self._hash.update(_digest_line(module))
+        for piece in content:
+            self._hash.update(piece)
+
+    @property
+    def text(self) -> str:
+        return f"sha256:{self._hash.hexdigest()}"
 
 
 def _digest_line(module: LoraModule) -> bytes:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from lorad.errors import LoradError
@@ -23,6 +24,7 @@ MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 8
 MAX_NAME_BYTES = 1024
 MAX_METADATA = 10_000
+_REMEMBERED_BYTES = 256 << 10  # a larger header is parsed each time
 
 DTYPE_BITS = {
     "BOOL": 8,
@@ -96,11 +98,21 @@ def parse_header(header: bytes, file_bytes: int) -> tuple[TensorEntry, ...]:
 
     `header` is the JSON alone. Raises `adapter.weights_corrupt`, `adapter.dtype_unsupported` or
     `adapter.too_large`.
+
+    Adapters of one form have the same header to the byte, so the last few are remembered.
     """
+    parse = _remembered if len(header) <= _REMEMBERED_BYTES else _parse
+    return parse(header, file_bytes)
+
+
+def _parse(header: bytes, file_bytes: int) -> tuple[TensorEntry, ...]:
     entries = _Scanner(header, data_start=LENGTH_BYTES + len(header)).entries()
     ordered = sorted(entries, key=lambda entry: (entry.start, entry.end))
     _check_tiling(ordered, LENGTH_BYTES + len(header), file_bytes)
     return tuple(ordered)
+
+
+_remembered = lru_cache(maxsize=16)(_parse)
 
 
 def _check_tiling(entries: list[TensorEntry], start: int, file_bytes: int) -> None:

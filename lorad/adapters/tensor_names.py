@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Kind = Literal[
@@ -46,6 +47,7 @@ _SUFFIXES: tuple[tuple[str, Kind], ...] = (
     (r"weight", "full_weight"),
 )
 _FORMS = tuple((re.compile(rf"(?P<module>.+)\.{suffix}"), kind) for suffix, kind in _SUFFIXES)
+_NAMES_KEPT = 4096  # all adapters of a base model have the same few hundred
 _LAYER = re.compile(r"(?:(?P<decoder>.*)\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<rest>.+)")
 
 
@@ -81,6 +83,7 @@ def _trained_path(module: str) -> str:
     return ".".join(parts)
 
 
+@lru_cache(maxsize=_NAMES_KEPT)
 def split_name(name: str) -> TensorName:
     """Take a tensor's name apart; what fits no known form has the kind "other"."""
     for pattern, kind in _FORMS:
@@ -91,6 +94,7 @@ def split_name(name: str) -> TensorName:
     return TensorName("other", name)
 
 
+@lru_cache(maxsize=_NAMES_KEPT)
 def decoder_module(trained_path: str) -> DecoderModule | None:
     """The decoder linear that a path means, or None when it is not in a decoder layer."""
     parts = [part for part in trained_path.split(".") if part not in _WRAPPER_PARTS]

@@ -203,7 +203,15 @@ def _engine(
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
     runner = ModelRunner(decoder, slab, tiers, graphs)
     return Engine(
-        scheduler, runner, tiers, pool, slab, eviction, check, weight_bytes=decoder_bytes(decoder)
+        scheduler,
+        runner,
+        tiers,
+        pool,
+        slab,
+        eviction,
+        check,
+        weight_bytes=decoder_bytes(decoder),
+        adapter_wait=options.adapter_wait,
     )
 
 

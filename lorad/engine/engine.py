@@ -8,8 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lorad.adapter_ref import AdapterRef
 from lorad.adapters.loader import LoadResult
 from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.load_turn import LoadTurn
 from lorad.engine.messages import (
     AbortRequest,
     AdapterLoaded,
@@ -79,6 +81,7 @@ class Engine:
         start_check: StartCheck,
         *,
         weight_bytes: int = 0,
+        adapter_wait: float = 5.0,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -89,6 +92,7 @@ class Engine:
         self._start_check = start_check
         self._weight_bytes = weight_bytes
         self._loads: list[_PendingLoad] = []
+        self._load_turn = LoadTurn(adapter_wait)
         self._unloads: list[_PendingUnload] = []
         self._outputs: list[Output] = []
         self.records: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
@@ -205,8 +209,7 @@ class Engine:
         digest = result.ref.digest
         self._outputs += self._scheduler.fail_waiting(digest, result.error)
         for pending in [p for p in self._loads if p.command.adapter.digest == digest]:
-            self._loads.remove(pending)
-            self._outputs.append(CommandFailed(pending.command.command_id, result.error))
+            self._end_load(pending, CommandFailed(pending.command.command_id, result.error))
 
     def _progress_commands(self) -> None:
         for unload in list(self._unloads):
@@ -216,6 +219,13 @@ class Engine:
         # An adapter is held until the last of several unloads of it has ended.
         self._scheduler.held = {unload.command.adapter.digest for unload in self._unloads}
         self._progress_loads()
+        self._scheduler.admits = not self._load_turn.holding
+
+    def _end_load(self, load: _PendingLoad, output: AdapterLoaded | CommandFailed | None) -> None:
+        self._loads.remove(load)
+        self._load_turn.ended(load.command.command_id)
+        if output is not None:
+            self._outputs.append(output)
 
     def _progress_loads(self) -> None:
         may_probe = True  # one a step: those that run wait for no more than that
@@ -226,27 +236,26 @@ class Engine:
             ready = self._bring(command)
             if ready is None:
                 continue
-            self._loads.remove(load)
             if isinstance(ready, CommandFailed):
-                self._outputs.append(ready)
+                self._end_load(load, ready)
             elif isinstance(command, ProbeAdapter):
-                self._probe(command, ready)
+                self._end_load(load, self._probe(command, ready))
                 may_probe = False
             else:
-                self._outputs.append(self._loaded(command, ready, load.started))
+                self._end_load(load, self._loaded(command, ready, load.started))
 
     def _bring(self, command: LoadAdapter | ProbeAdapter) -> ResidentAdapter | CommandFailed | None:
         """The adapter once it is on the device; None while it is on its way."""
         if command.adapter.digest in self._scheduler.held:
+            # The unload may wait for requests that have begun and must not be held back.
+            self._load_turn.ended(command.command_id)
             return None
         readiness = self._adapters.prepare(command.adapter, "command")
         if readiness == "too_large":
-            error = LoradError(
-                "memory.no_capacity",
-                f"{command.adapter} does not fit into the device's pages",
-                hint="raise memory.slab_bytes, or unpin adapters",
-            )
-            return CommandFailed(command.command_id, error)
+            return CommandFailed(command.command_id, _too_large(command.adapter))
+        if readiness == "no_room" and not self._load_turn.no_room(command.command_id):
+            seconds = self._load_turn.longest_wait
+            return CommandFailed(command.command_id, _no_room(command.adapter, seconds))
         resident = self._adapters.get(command.adapter.digest)
         if resident is None or readiness != "ready":
             return None
@@ -262,16 +271,17 @@ class Engine:
             command.command_id, resident.num_pages, resident.layout.nbytes, seconds
         )
 
-    def _probe(self, command: ProbeAdapter, resident: ResidentAdapter) -> None:
+    def _probe(self, command: ProbeAdapter, resident: ResidentAdapter) -> CommandFailed | None:
+        """None when the check has begun: its verdict will come as a message."""
         clock = time.perf_counter()
         try:
             recorded = self._runner.probe(resident.factors, command.token_ids)
         except Exception as error:
             log.exception("a probe of %s failed", command.adapter)
             failed = LoradError("engine.failed", f"the engine failed in a probe: {error}")
-            self._outputs.append(CommandFailed(command.command_id, failed))
-            return
+            return CommandFailed(command.command_id, failed)
         self._start_check(command, recorded, time.perf_counter() - clock)
+        return None
 
     def _try_unload(self, unload: _PendingUnload) -> AdapterUnloaded | CommandFailed | None:
         command = unload.command
@@ -321,3 +331,19 @@ class Engine:
         """What a cached block saves, as a running mean: the eviction weighs it against loads."""
         eviction = self._eviction
         eviction.kv_token_seconds += 0.1 * (token_seconds - eviction.kv_token_seconds)
+
+
+def _too_large(adapter: AdapterRef) -> LoradError:
+    return LoradError(
+        "memory.no_capacity",
+        f"{adapter} does not fit into the device's pages",
+        hint="raise memory.slab_bytes, or unpin adapters",
+    )
+
+
+def _no_room(adapter: AdapterRef, seconds: float) -> LoradError:
+    return LoradError(
+        "memory.no_capacity",
+        f"{adapter} found no room beside the running requests in {seconds:g} s",
+        hint="try again, or raise memory.slab_bytes: the running requests hold its pages",
+    )

@@ -74,6 +74,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         # Adapters being unloaded: requests that have not begun wait until that is over.
         self.held: set[str] = set()
+        self.admits = True  # False while a load command waits for the running ones' pages
         self._failures: list[TokenOutput] = []
         self.preemptions = 0
         self.prefix_lookup_tokens = 0  # of prompts, when they were admitted
@@ -124,9 +125,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step's work. Requests that can never run are ended: `take_failures`."""
         items = list(self._continue_running())
-        items += self._admit_waiting(
-            self._limits.max_num_batched_tokens - sum(item.count for item in items)
-        )
+        if self.admits or not self.running:
+            items += self._admit_waiting(items)
         if not items and not self.running and not self._adapters.busy:
             self._fail_unplaceable()
         self._prefetch()
@@ -184,8 +184,11 @@ class Scheduler:
                 self._failures.append(_failure(sequence, _no_room()))
                 return
 
-    def _admit_waiting(self, budget: int) -> list[ScheduledSequence]:
+    def _admit_waiting(self, running: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Sequences that begin beside what the running ones do in this step."""
         admitted: list[ScheduledSequence] = []
+        budget = self._limits.max_num_batched_tokens - sum(item.count for item in running)
+        computed = set().union(*map(self._blocks_ending, running))
         wanted = set(self.running_by_adapter())  # running, or on their way for this queue
         draining = self._draining_adapter()
         no_room: set[str | None] = set()  # looking once a step is enough
@@ -202,14 +205,29 @@ class Scheduler:
                 if self._overdue(sequence):
                     break  # those behind it would go on taking the pages that it waits for
                 no_room.add(sequence.digest)
-            if readiness != "ready":
+            if readiness != "ready" or (computed and self._next_block(sequence) in computed):
                 continue
             item = self._start(sequence, budget)
             if item is None:
                 break  # later, smaller ones must not starve this one of pages
             admitted.append(item)
+            computed |= self._blocks_ending(item)
             budget -= item.count
         return admitted
+
+    def _blocks_ending(self, item: ScheduledSequence) -> set[bytes]:
+        """Blocks that a prefill computes now and that the next step will find."""
+        sequence = item.sequence
+        if not item.samples or item.count == 1:
+            return set()
+        return self._kv.unknown(_chain(sequence), sequence.tokens, item.start + item.count)
+
+    def _next_block(self, sequence: Sequence) -> bytes | None:
+        """The first block that a sequence would have to compute, of those it could find.
+
+        If another computes it in this step, waiting for the next saves computing it twice.
+        """
+        return self._kv.first_unknown(_chain(sequence), sequence.tokens)
 
     def _start(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
         """Begin with what the prefix cache holds; None, and no change, without room for more.

@@ -25,22 +25,39 @@ from lorad.sizing.memory_plan import pages_for
 # "moving" and "copying" end by themselves: ask again in the next step.
 UploadState = Literal["ready", "copying", "moving", "no_room"]
 
+Factors = tuple[tuple[tuple[LoraFactors, ...], ...], ...]
+
 _UPLOAD_BYTES_PER_SECOND = 10e9
 
 
 @dataclass(slots=True)
 class ResidentAdapter:
-    """One adapter in the slab. `factors[layer][projection][slice]` are absolute offsets."""
+    """One adapter in the slab."""
 
     digest: str
     layout: AdapterLayout
     first_page: int
     num_pages: int
-    factors: tuple[tuple[tuple[LoraFactors, ...], ...], ...]
+    page_elements: int
     upload: Upload
     users: int = 0
     pinned: bool = False
     reuse: Reuse = field(default_factory=Reuse)
+    _factors: Factors | None = None
+
+    @property
+    def factors(self) -> Factors:
+        """`[layer][projection][slice]`, absolute in the slab: the same object until it moves.
+
+        Some hundred objects, which idle adapters do without: the garbage collector holds every
+        thread up while it looks at all there are.
+        """
+        if self._factors is None:
+            self._factors = _absolute(self.layout, self.first_page * self.page_elements)
+        return self._factors
+
+    def forget_factors(self) -> None:
+        self._factors = None
 
 
 class AdapterPool:
@@ -133,6 +150,8 @@ class AdapterPool:
     def release(self, digest: str) -> None:
         adapter = self._resident[digest]
         adapter.users -= 1
+        if not adapter.users:
+            adapter.forget_factors()
         self._price(adapter)
 
     def pin(self, digest: str, pinned: bool) -> None:
@@ -187,7 +206,7 @@ class AdapterPool:
             weights.layout,
             first,
             count,
-            _absolute(weights.layout, start),
+            self._slab.page_elements,
             self._uploader.start(target, weights.data),
         )
         self._resident[weights.digest] = self._at_page[first] = adapter
@@ -207,10 +226,10 @@ class AdapterPool:
         adapter = self._at_page.pop(source)
         self._at_page[target] = adapter
         adapter.first_page = target
-        adapter.factors = _absolute(adapter.layout, target * self._slab.page_elements)
+        adapter.forget_factors()
 
 
-def _absolute(layout: AdapterLayout, start: int) -> tuple[tuple[tuple[LoraFactors, ...], ...], ...]:
+def _absolute(layout: AdapterLayout, start: int) -> Factors:
     """The layout's offsets, shifted to where the adapter lies in the slab."""
     return tuple(
         tuple(

@@ -69,6 +69,16 @@ class KVCache:
         chain.entered = len(table)
         return len(table) * self.block_size
 
+    def first_unknown(self, chain: BlockChain, tokens: Sequence[int]) -> bytes | None:
+        """The first block that `attach` would not find; None when it would find all it could."""
+        keys = chain.keys(tokens, (len(tokens) - 1) // self.block_size)
+        return next((key for key in keys if self._prefixes.find(key) is None), None)
+
+    def unknown(self, chain: BlockChain, tokens: Sequence[int], computed: int) -> set[bytes]:
+        """The blocks of the first `computed` tokens that `remember` would enter."""
+        keys = chain.keys(tokens, computed // self.block_size)
+        return {key for key in keys if self._prefixes.find(key) is None}
+
     def grow(self, table: list[int], tokens: int) -> bool:
         """Give the table room for `tokens` tokens; False when pages run out (table unchanged)."""
         missing = self.pages_for(tokens) - len(table)

@@ -28,10 +28,11 @@ class Catalog:
 
     def replaced(self, adapter: Adapter) -> Catalog:
         """A new catalog with this adapter as it is now; one without versions disappears."""
-        others = {name: a for name, a in self._adapters.items() if name != adapter.name}
+        adapters = dict(self._adapters)
+        adapters.pop(adapter.name, None)
         if adapter.versions:
-            others[adapter.name] = adapter
-        return Catalog(others)
+            adapters[adapter.name] = adapter
+        return Catalog(adapters)
 
     def find(self, name: AdapterName) -> Adapter | None:
         return self._adapters.get(name)

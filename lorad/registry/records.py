@@ -113,6 +113,11 @@ class Adapter:
         return self.versions[self.live] if self.live is not None else None
 
     @property
+    def digests(self) -> list[str]:
+        """Of the contents of its versions."""
+        return [version.ref.digest for version in self.versions.values()]
+
+    @property
     def newest(self) -> Version:
         return list(self.versions.values())[-1]
 

@@ -11,8 +11,9 @@ from starlette.routing import Route
 
 from lorad import wire
 from lorad.server.admin_context import context
-from lorad.server.admin_request import path_name, path_version, query_count
+from lorad.server.admin_request import path_name, path_version, query_count, query_flag
 from lorad.server.admin_views import adapter_info, event_info, states, version_info
+from lorad.server.long_list import json_array
 
 _MAX_EVENTS = 1000
 
@@ -20,16 +21,17 @@ _MAX_EVENTS = 1000
 async def list_adapters(request: Request) -> Response:
     ctx = context(request)
     tenant = request.query_params.get("tenant")
+    in_memory = query_flag(request, "in_memory")
     resident = states(ctx.engine.stats())
-    found: wire.AdapterList = {
-        "cursor": ctx.registry.last_event,  # read first: what comes later is an event after it
-        "adapters": [
-            adapter_info(adapter, resident, ctx.traffic.watch.counts(adapter))
-            for adapter in ctx.registry.adapters()
-            if tenant in (None, adapter.name.tenant)
-        ],
-    }
-    return JSONResponse(found)
+    cursor = ctx.registry.last_event  # read first: what comes later is an event after it
+    found = await json_array(
+        adapter_info(adapter, resident, ctx.traffic.watch.counts(adapter))
+        for adapter in ctx.registry.adapters()
+        if tenant in (None, adapter.name.tenant)
+        and not (in_memory and resident.keys().isdisjoint(adapter.digests))
+    )
+    body = b'{"cursor":%d,"adapters":%s}' % (cursor, found)
+    return Response(body, media_type="application/json")
 
 
 async def show_adapter(request: Request) -> Response:

@@ -205,7 +205,10 @@ CONTRACT: dict[str, Contract] = {
         },
     ),
     f"GET {wire.ADAPTERS}": _read(
-        "all adapters", wire.AdapterList, _query("tenant", "string", "only this tenant's")
+        "all adapters",
+        wire.AdapterList,
+        _query("tenant", "string", "only this tenant's"),
+        _query("in_memory", "boolean", "only those with a version in memory or asked for"),
     ),
     f"GET {_A}": _read("one adapter and its versions", wire.AdapterInfo),
     f"GET {_A}/versions": _read("the same", wire.AdapterInfo),

@@ -188,6 +188,7 @@ def memory_info(memory: MemoryStats) -> MemoryInfo:
         "loads": {str(reason): count for reason, count in memory.loads.items()},
         "cancelled_loads": memory.cancelled_loads,
         "load_seconds": memory.load_seconds.sum,
+        "loads_done": sum(memory.load_seconds.counts),
         "evictions": {f"{what} for {whom}": n for (what, whom), n in memory.evictions.items()},
         "host_evictions": memory.host_evictions,
         "moved_pages": memory.moved_pages,

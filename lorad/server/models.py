@@ -5,21 +5,24 @@ Whether an adapter is in memory does not change the list: routers read the ids f
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from lorad.adapter_ref import AdapterRef
+from lorad.server.long_list import json_array
 from lorad.server.serving import LiveAdapter, Serving, serving_of
 
 
-async def list_models(request: Request) -> JSONResponse:
+async def list_models(request: Request) -> Response:
     serving = serving_of(request)
     visible = _visible(serving, serving.api_keys.tenant(request))
     adapters = sorted(visible, key=lambda adapter: adapter.name)
-    data = [_base(serving), *(_adapter(serving, str(a.name), a) for a in adapters)]
-    return JSONResponse({"object": "list", "data": data})
+    entries = (_adapter(serving, str(a.name), a) for a in adapters)
+    data = await json_array(chain([_base(serving)], entries))
+    return Response(b'{"object":"list","data":%s}' % data, media_type="application/json")
 
 
 async def show_model(request: Request) -> JSONResponse:
