@@ -178,7 +178,7 @@ def altered(adapter, layer: int, projection: int, part: int, **fields) -> None:
     factors = [[list(p) for p in row] for row in adapter.factors]
     place = factors[layer][projection]
     place[part] = replace(place[part], **fields)
-    adapter.factors = tuple(tuple(map(tuple, row)) for row in factors)
+    adapter._factors = tuple(tuple(map(tuple, row)) for row in factors)
 
 
 def scale(slab, adapter) -> None:
