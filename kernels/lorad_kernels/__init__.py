@@ -24,7 +24,7 @@ from lorad_kernels.ops import (
     take_rows,
     write_kv,
 )
-from lorad_kernels.segments import SHORT_ROWS, LoraSegments, Segment, group_rows
+from lorad_kernels.segments import SHORT_ROWS, LoraSegments, Segment, group_rows, long_rows
 
 __all__ = [
     "FIELDS",
@@ -47,6 +47,7 @@ __all__ = [
     "forward_pass",
     "greedy_tokens",
     "group_rows",
+    "long_rows",
     "pack_adapter",
     "paged_attention",
     "prepare",

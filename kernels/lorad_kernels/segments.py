@@ -18,8 +18,9 @@ from torch import Tensor
 
 # A sequence with more rows than this (prefill) becomes a segment of its own, for which a matmul
 # over many rows is faster. Rows of shorter ones, decodes among them, are always computed by the
-# kernels that give a row the same bits in any batch.
-LONG_ROWS = 64
+# kernels that give a row the same bits in any batch. On the CPU those win up to more rows: what
+# torch needs around each of its many small matmuls is dearer than their arithmetic.
+LONG_ROWS, LONG_ROWS_ON_CPU = 64, 512
 # The CPU's kernels walk pieces of this many rows, a GPU's tiles of the other.
 CHUNK_ROWS = 32
 SHORT_ROWS = 16
@@ -89,15 +90,23 @@ class LoraSegments:
         return tuple(segment for segment in self.segments if segment.is_long)
 
 
-def group_rows(slots: Sequence[int | None], lengths: Sequence[int]) -> LoraSegments:
+def long_rows(device: torch.device) -> int:
+    """The most rows of a segment that is not long there."""
+    return LONG_ROWS_ON_CPU if device.type == "cpu" else LONG_ROWS
+
+
+def group_rows(
+    slots: Sequence[int | None], lengths: Sequence[int], most_rows: int = LONG_ROWS
+) -> LoraSegments:
     """Segments of a batch whose sequence i has `lengths[i]` rows and uses adapter `slots[i]`.
 
-    None is the base model. Neighbours with the same adapter become one segment, long ones apart.
+    None is the base model. Neighbours with the same adapter become one segment; those with more
+    than `most_rows` rows are long, and apart.
     """
     segments: list[Segment] = []
     row = 0
     for slot, length in zip(slots, lengths, strict=True):
-        end, is_long = row + length, length > LONG_ROWS
+        end, is_long = row + length, length > most_rows
         last = segments[-1] if segments else None
         if slot is None or length == 0:
             pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lorad_kernels import AdapterFactors
+from lorad_kernels import AdapterFactors, long_rows
 
 from lorad.engine.adapter_tiers import AdapterTiers
 from lorad.engine.decode_graphs import DecodeGraphs
@@ -30,13 +30,14 @@ class ModelRunner:
     ) -> None:
         self._block_size = slab.block_size
         self._adapters = adapters
+        self._most_rows = long_rows(decoder.device)
         self._graphs = graphs
         self._eager = EagerSteps(decoder, slab)
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> list[Sampled]:
         """One result per item of `batch.sampled`, in that order."""
-        step = step_inputs(batch, self._adapters, self._block_size)
+        step = step_inputs(batch, self._adapters, self._block_size, self._most_rows)
         if self._graphs is not None and self._graphs.serves(step):
             logits, tokens = self._graphs.run(step)
         else:

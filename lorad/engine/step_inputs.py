@@ -41,8 +41,10 @@ class StepInputs:
         return len(self.logits_rows) == len(self.token_ids) == len(self.context_lens)
 
 
-def step_inputs(batch: ScheduledBatch, tiers: AdapterTiers, block_size: int) -> StepInputs:
-    """Raises RuntimeError if an adapter of the batch is not on the device."""
+def step_inputs(
+    batch: ScheduledBatch, tiers: AdapterTiers, block_size: int, most_rows: int
+) -> StepInputs:
+    """`most_rows` is of `group_rows`. Raises RuntimeError if an adapter of the batch is not on the device."""
     token_ids: list[int] = []
     positions: list[int] = []
     pages: list[int] = []
@@ -56,7 +58,7 @@ def step_inputs(batch: ScheduledBatch, tiers: AdapterTiers, block_size: int) -> 
         starts.append(len(token_ids))
         if item.samples:
             logits_rows.append(len(token_ids) - 1)
-    segments, adapters = _lora(batch.items, tiers)
+    segments, adapters = _lora(batch.items, tiers, most_rows)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -72,7 +74,7 @@ def step_inputs(batch: ScheduledBatch, tiers: AdapterTiers, block_size: int) -> 
 
 
 def _lora(
-    items: tuple[ScheduledSequence, ...], tiers: AdapterTiers
+    items: tuple[ScheduledSequence, ...], tiers: AdapterTiers, most_rows: int
 ) -> tuple[LoraSegments | None, list[AdapterFactors]]:
     digests = list(dict.fromkeys(i.sequence.digest for i in items if i.sequence.digest))
     if not digests:
@@ -84,6 +86,7 @@ def _lora(
     segments = group_rows(
         [slots[i.sequence.digest] if i.sequence.digest else None for i in items],
         [i.count for i in items],
+        most_rows,
     )
     return segments, list(factors)
 
