@@ -44,7 +44,7 @@ class StepInputs:
 def step_inputs(
     batch: ScheduledBatch, tiers: AdapterTiers, block_size: int, most_rows: int
 ) -> StepInputs:
-    """`most_rows` is of `group_rows`. Raises RuntimeError if an adapter of the batch is not on the device."""
+    """`most_rows` is of `group_rows`. Raises RuntimeError if an adapter is not on the device."""
     token_ids: list[int] = []
     positions: list[int] = []
     pages: list[int] = []
