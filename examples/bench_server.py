@@ -126,7 +126,9 @@ def main() -> None:
         print("| c | tokens/s | TTFT ms | ITL ms | ITL p99 ms |\n|---|---|---|---|---|")
     for turn in range(options.rounds):
         for concurrency in options.concurrency:
-            row = asyncio.run(measure(load, concurrency, max(2, concurrency), seed=1000 * turn + concurrency))
+            row = asyncio.run(
+                measure(load, concurrency, max(2, concurrency), seed=1000 * turn + concurrency)
+            )
             if options.json:
                 print(json.dumps(asdict(row)), flush=True)
             else:
