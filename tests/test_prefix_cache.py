@@ -118,11 +118,11 @@ def test_blocks_of_a_request_that_computed_nan_are_gone(engine, cold):
     """Poison the K of its first block as a broken kernel would; the next request must not see."""
     assert ask(engine, PROMPT)[1] == 0
     assert ask(engine, PROMPT)[1] == 32
-    runner = engine.built.engine._runner
+    slab = engine.built.engine._slab
     pages = {block.page for block in engine.built.engine._scheduler._kv._prefixes._by_key.values()}
     for page in pages:
-        start = page * runner._slab.page_elements
-        runner._slab.data[start : start + runner._slab.page_elements] = torch.nan
+        start = page * slab.page_elements
+        slab.data[start : start + slab.page_elements] = torch.nan
     params = SamplingParams(max_tokens=4, temperature=0.0)
     engine.built.engine.handle(GenerationRequest("bad", tuple(PROMPT), params))
     (output,) = engine.run()["bad"]
