@@ -27,7 +27,7 @@ stop:
 	$(BIN)/lorad stop --socket $(DEMO)/run/lorad.sock
 
 test: $(VENV)/.test lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -52,7 +52,7 @@ soak: $(VENV)/.test
 	$(BIN)/python examples/bench_many.py
 	$(BIN)/python tests/soak/live_traffic.py --model "$$($(BIN)/python examples/demo_model.py)" examples/adapters/pirate-v1 examples/adapters/json
 	for run in kill_daemon kill_serving many_adapters restart_many attack_socket; do $(BIN)/python tests/soak/$$run.py || exit 1; done
-	LORAD_SCHEMA_EXAMPLES=150 $(BIN)/python -m pytest -q tests/test_admin_schema.py
+	SCHEMA_EXAMPLES=150 $(BIN)/python -m pytest -q tests/test_admin_schema.py
 
 train: $(VENV)/.demo
 	$(BIN)/python examples/train_adapters.py

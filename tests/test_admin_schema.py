@@ -1,6 +1,6 @@
 """The admin API against its own OpenAPI document: requests made from it, answers held to it.
 
-LORAD_SCHEMA_EXAMPLES=150 makes it a search of minutes, as `make soak` does.
+SCHEMA_EXAMPLES=150 makes it a search of minutes, as `make soak` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lorad.server.admin import ROUTES
 from lorad.server.admin_openapi import openapi
 
 DAEMON = Path(__file__).with_name("admin_daemon.py")
-EXAMPLES = int(os.environ.get("LORAD_SCHEMA_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "4"))
 ENDS_THE_DAEMON = wire.SHUTDOWN
 
 schema = schemathesis.openapi.from_dict(openapi(ROUTES))
@@ -46,7 +46,7 @@ class UnixConnection(urllib3.connection.HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(20)
-        self.sock.connect(os.environ["LORAD_SCHEMA_SOCKET"])
+        self.sock.connect(os.environ["SCHEMA_SOCKET"])
 
 
 class UnixPool(urllib3.HTTPConnectionPool):
@@ -96,7 +96,7 @@ class Daemon:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     daemon = Daemon(tmp_path_factory.mktemp("schema"))
-    os.environ["LORAD_SCHEMA_SOCKET"] = str(daemon.socket)
+    os.environ["SCHEMA_SOCKET"] = str(daemon.socket)
     yield daemon
     daemon.process.terminate()
     daemon.process.communicate(timeout=20)
