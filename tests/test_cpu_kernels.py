@@ -13,16 +13,24 @@ import numpy as np
 import pytest
 import torch
 from lorad_kernels import (
+    Arena,
     AttentionBatch,
     LoraFactors,
     add_lora,
     add_rms_norm,
     base_linear,
+    cpu_amx,
+    empty_block,
+    finish,
+    forward_pass,
+    greedy_tokens,
     group_rows,
     paged_attention,
+    record,
     rotate_and_store,
     row_max,
     silu_mul,
+    take_rows,
     tune_linears,
 )
 from lorad_kernels.cpu_linear import few_rows
@@ -151,6 +159,108 @@ def test_few_rows_is_exact_to_one_rounding_and_invariant(rows, dtype):
     size = x.double().abs() @ weight.double().abs().T
     assert ((got.double() - x.double() @ weight.double().T).abs() <= UNIT[dtype] * size).all()
     assert torch.equal(torch.cat([few_rows(x[i : i + 1], weight) for i in range(rows)]), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_add_a_bias_before_they_round(dtype):
+    x, weight, bias = (torch.randn(*size).to(dtype) for size in ((3, 40), (70, 40), (70,)))
+    want = x.double() @ weight.double().T + bias.double()
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((few_rows(x, weight, bias).double() - want).abs() <= UNIT[dtype] * size).all()
+
+
+@pytest.mark.skipif(not cpu_amx.available(), reason="needs a processor with AMX")
+@pytest.mark.parametrize("features", [16, 48, 96])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33, 70])
+def test_the_matrix_unit_is_exact_to_one_rounding_and_invariant(rows, features):
+    x, weight = torch.randn(rows, 64).bfloat16(), torch.randn(features, 64).bfloat16()
+    bias = torch.randn(features).bfloat16()
+    assert cpu_amx.serves(weight)
+    got = cpu_amx.multiply(x, weight, bias)
+    want = x.double() @ weight.double().T + bias.double()
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((got.double() - want).abs() <= 2**-8 * size).all()
+    alone = [cpu_amx.multiply(x[i : i + 1], weight, bias) for i in range(rows)]
+    assert torch.equal(torch.cat(alone), got)
+
+
+def test_what_the_matrix_unit_does_not_serve():
+    for weight in (torch.zeros(20, 64), torch.zeros(32, 40), torch.zeros(64, 32).T):
+        assert not cpu_amx.serves(weight.bfloat16())
+    assert not cpu_amx.serves(torch.zeros(32, 64))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_queue_runs_in_order_and_when_it_is_finished(threads):
+    torch.set_num_threads(threads)
+    device, weight = torch.device("cpu"), torch.rand(64, 64) / 32
+    x = torch.randn(5, 64)
+    with forward_pass(device):
+        y = x
+        for _ in range(40):  # tensors that die early, and whose memory others would get
+            y = few_rows(y, weight)
+        finish(device)
+        early = y.clone()
+        z = few_rows(y, weight)
+    want = x.double()
+    for _ in range(40):
+        want = want @ weight.double().T
+    torch.testing.assert_close(early.double(), want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(z.double(), want @ weight.double().T, rtol=1e-4, atol=0)
+
+
+def test_a_queue_that_is_left_by_an_error_runs_nothing():
+    x = torch.zeros(2, 32)
+    with pytest.raises(KeyError), forward_pass(torch.device("cpu")):
+        add_rms_norm(x, torch.ones(2, 32), torch.ones(32), 1e-5, torch.float32)
+        raise KeyError
+    assert not x.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_recorded_runs_again_over_the_same_tensors(dtype):
+    table, rows = torch.randn(9, 48).to(dtype), torch.tensor([3, 3, 8])
+    weight = torch.randn(32, 48).to(dtype)
+    recorded = record(lambda: few_rows(take_rows(table, rows), weight))
+    assert recorded is not None
+    again, result = recorded
+    for picked in ([3, 3, 8], [0, 7, 1]):
+        rows.copy_(torch.tensor(picked))
+        again()
+        assert torch.equal(result, few_rows(table[rows], weight))
+
+
+def test_what_torch_takes_part_in_is_not_recorded():
+    device = torch.device("cpu")
+    assert record(lambda: finish(device)) is None
+    x = torch.zeros(2, 8)  # and nothing is queued afterwards
+    add_rms_norm(x, torch.ones(2, 8), torch.ones(8), 1e-5, torch.float32)
+    assert x.all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_greedy_tokens_name_no_token_for_nan_and_infinity(dtype):
+    logits = torch.randn(4, 1100).to(dtype)
+    logits[1, 700], logits[2, 3] = torch.nan, torch.inf
+    logits[3, 5] = -torch.inf
+    want = logits.argmax(dim=1)
+    assert greedy_tokens(logits).tolist() == [want[0], -1, -1, want[3]]
+
+
+def test_large_blocks_lie_on_whole_huge_pages():
+    block = empty_block(3 * 2**20, torch.bfloat16, torch.device("cpu"))
+    assert block.shape == (3 * 2**20,) and block.data_ptr() % 2**21 == 0
+    block.fill_(1.0)
+    assert float(block.float().sum()) == 3 * 2**20
+
+
+def test_an_arena_gives_aligned_tensors_that_do_not_overlap():
+    shapes = [(3, 5), (1, 1), (64, 7)]
+    arena = Arena(shapes, torch.bfloat16, torch.device("cpu"))
+    tensors = [arena.take(shape).fill_(i) for i, shape in enumerate(shapes)]
+    for i, tensor in enumerate(tensors):
+        assert tensor.shape == shapes[i] and (tensor == i).all()
+        assert (tensor.data_ptr() - tensors[0].data_ptr()) % 64 == 0
 
 
 def test_a_tuned_linear_computes_what_torch_does():

@@ -1,8 +1,8 @@
 """Base projections of few rows on the CPU: weights streamed once, near the memory's speed.
 
 oneDNN's matmul behind `torch.nn.functional.linear` reorders the weights in every call, which for
-a few rows costs more than the product. Up to a number of rows measured per shape, `dot_strip`
-reads them in place instead.
+a few rows costs more than the product. Up to numbers of rows measured per shape, kernels of our
+own read them in place instead: dot products for very few rows, the matrix unit for some more.
 """
 
 from __future__ import annotations
