@@ -1,6 +1,6 @@
 """The fused Triton kernels against float64, and decode steps with fixed grids, by the interpreter.
 
-Collected by test_triton.py, like triton_interpreter_cases.py.
+Run by test_triton.py, like triton_interpreter_cases.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, below
 
 from lorad_kernels import AttentionBatch, LoraFactors, auto, gpu, group_rows, triton_fused
 

@@ -9,7 +9,6 @@ import torch
 from lorad_kernels import (
     AdapterFactors,
     AttentionBatch,
-    LoraFactors,
     base_linear,
     group_rows,
     pack_adapter,
@@ -18,6 +17,7 @@ from lorad_kernels import (
 )
 from torch import Tensor
 
+from lorad.memory.adapter_pool import factors_at
 from lorad.memory.slab import Slab
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder, DecoderLayer, KVCacheViews
@@ -114,18 +114,7 @@ def _placed(layouts: Sequence[AdapterLayout], slab: Slab) -> list[AdapterFactors
     adapters: list[AdapterFactors] = []
     start = 0
     for layout in layouts:
-        adapters.append(
-            tuple(
-                tuple(
-                    tuple(
-                        LoraFactors(s.rank, s.scaling, start + s.a_offset, start + s.b_offset)
-                        for s in projection
-                    )
-                    for projection in layer
-                )
-                for layer in layout.slices
-            )
-        )
+        adapters.append(factors_at(layout, start))
         start += -(-layout.nbytes // slab.page_bytes) * slab.page_elements
     return adapters
 

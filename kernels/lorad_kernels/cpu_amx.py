@@ -25,8 +25,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lorad_kernels import cpu_vectors as v
-from lorad_kernels.cpu_simd import array_at, arrive, claim, clamped, data_of
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel
+from lorad_kernels.cpu_simd import clamped, data_of
+from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel
+from lorad_kernels.cpu_work import array_at, work_items
 
 _SIDE = 16  # rows of a tile
 _DEPTH = 32  # bfloat16 elements in a row of a tile
@@ -186,16 +187,12 @@ def _lay_out(arguments):  # type: ignore[no-untyped-def]
     x = carray(array_at(block[FIRST], uint32), 1)
     x_stride, count, pairs = block[FIRST + 1], block[FIRST + 2], block[FIRST + 3]
     out = carray(array_at(block[FIRST + 4], uint32), 1)
-    while True:
-        item = claim(block, NEXT)
-        if item >= block[COUNT]:
-            return
+    for item in work_items(block):
         first, target = item * _SIDE, item * pairs * _SIDE
         for q in range(0, pairs, _SIDE):
             _set_transposed(
                 out, target + q * _SIDE, x, first * x_stride + q, x_stride, count - first
             )
-        arrive(block, DONE)
 
 
 def _multiply(arguments):  # type: ignore[no-untyped-def]
@@ -210,11 +207,7 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
     has_bias = block[FIRST + 6] != 0
     sums = np.empty(4 * 256, np.float32)
     _configure()
-    while True:
-        item = claim(block, NEXT)
-        if item >= block[COUNT]:
-            _release()
-            return
+    for item in work_items(block):
         first = item * _COLUMNS
         weights = min(_COLUMNS, features - first) // _SIDE
         for row in range(0, count, 2 * _SIDE):
@@ -236,7 +229,7 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
                     sums, n * 256, bias, column if has_bias else -1,
                     y, m * features + column, features, count - m,
                 )  # fmt: skip
-        arrive(block, DONE)
+    _release()
 
 
 LAY_OUT, MULTIPLY = Kernel(_lay_out), Kernel(_multiply)

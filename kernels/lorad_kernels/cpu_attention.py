@@ -16,16 +16,9 @@ from numba import carray, float32, int64, uint16
 from torch import Tensor
 
 from lorad_kernels.cpu_dots import add_weighted, dot_strip, strip_rows
-from lorad_kernels.cpu_simd import (
-    array_at,
-    arrive,
-    claim,
-    exp_and_sum,
-    float_from,
-    largest,
-    set_scaled,
-)
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, float_bits
+from lorad_kernels.cpu_simd import exp_and_sum, largest, set_scaled
+from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, float_bits
+from lorad_kernels.cpu_work import array_at, float_from, work_items
 
 if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
@@ -78,10 +71,7 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
     item_heads = arguments[FIRST + 16]
     totals = np.empty(item_heads * group * dim, np.float32)
     inverses = np.empty(item_heads * group, np.float32)
-    while True:
-        item = claim(arguments, NEXT)
-        if item >= arguments[COUNT]:
-            return
+    for item in work_items(arguments):
         sequence = item * item_heads // kv_heads
         head = item * item_heads % kv_heads
         context = contexts[sequence]
@@ -114,8 +104,7 @@ def _decode(arguments, dtype):  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         first = (sequence * kv_heads + head) * group * dim
         for r in range(item_heads * group):
-            set_scaled(out, first + r * dim, totals, r * dim, dim, inverses[r])
-        arrive(arguments, DONE)
+            set_scaled(out, first + r * dim, dim, totals, r * dim, inverses[r])
 
 
 def _decode_bfloat16(arguments):  # type: ignore[no-untyped-def]

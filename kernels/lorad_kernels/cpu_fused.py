@@ -15,20 +15,17 @@ from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
 from lorad_kernels.cpu_simd import (
-    add_to,
-    array_at,
-    arrive,
-    claim,
-    copy,
-    float_from,
-    get,
+    add_scaled,
+    element,
     largest,
     set_product,
     set_rotated,
-    silu_times,
+    set_scaled,
+    set_silu_product,
     sum_of_squares,
 )
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, float_bits
+from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, float_bits
+from lorad_kernels.cpu_work import array_at, float_from, work_items
 
 if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
@@ -44,17 +41,13 @@ def _add_norm(arguments, dtype):  # type: ignore[no-untyped-def]
     weight = carray(array_at(arguments[FIRST + 3], float32), 1)
     eps = float_from(arguments[FIRST + 4])
     out = carray(array_at(arguments[FIRST + 5], dtype), 1)
-    while True:
-        row = claim(arguments, NEXT)
-        if row >= arguments[COUNT]:
-            return
+    for row in work_items(arguments):
         start = row * width
         if has_delta:
-            add_to(x, start, delta, start, width)
+            add_scaled(x, start, width, delta, start, float32(1.0))
         mean = float64(sum_of_squares(x, start, width)) / width
         inverse = float32(1.0 / math.sqrt(mean + eps))
-        set_product(out, start, x, start, inverse, weight, width)
-        arrive(arguments, DONE)
+        set_product(out, start, width, x, start, weight, 0, inverse)
 
 
 def _add_norm_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -70,13 +63,9 @@ def _silu_mul(arguments, dtype):  # type: ignore[no-untyped-def]
     gate_up = carray(array_at(arguments[FIRST], dtype), 1)
     width = arguments[FIRST + 1]
     out = carray(array_at(arguments[FIRST + 2], dtype), 1)
-    while True:
-        row = claim(arguments, NEXT)
-        if row >= arguments[COUNT]:
-            return
+    for row in work_items(arguments):
         start = 2 * row * width
-        silu_times(gate_up, start, gate_up, start + width, width, out, row * width)
-        arrive(arguments, DONE)
+        set_silu_product(out, row * width, width, gate_up, start, gate_up, start + width)
 
 
 def _silu_mul_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -107,10 +96,7 @@ def _rotate_and_store(arguments, dtype):  # type: ignore[no-untyped-def]
     offsets = carray(array_at(arguments[FIRST + 16], int64), 1)
     out = carray(array_at(arguments[FIRST + 17], dtype), 1)
     half = dim // 2
-    while True:
-        row = claim(arguments, NEXT)
-        if row >= arguments[COUNT]:
-            return
+    for row in work_items(arguments):
         angle = row * dim
         for head in range(heads):
             source, target = row * q_stride + head * dim, (row * heads + head) * dim
@@ -121,7 +107,6 @@ def _rotate_and_store(arguments, dtype):  # type: ignore[no-untyped-def]
             set_rotated(keys, target, k, source, cos, sin, angle, half)
         for i in range(kv_heads * dim):
             values[place + i] = v[row * v_stride + i]
-        arrive(arguments, DONE)
 
 
 def _rotate_and_store_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -139,10 +124,7 @@ def _row_max(arguments, dtype):  # type: ignore[no-untyped-def]
     values = carray(array_at(arguments[FIRST + 2], float32), 1)
     indices = carray(array_at(arguments[FIRST + 3], int64), 1)
     finite_only = arguments[FIRST + 4]
-    while True:
-        row = claim(arguments, NEXT)
-        if row >= arguments[COUNT]:
-            return
+    for row in work_items(arguments):
         start = row * width
         best, where = largest(x, start, min(_SCAN, width)), 0
         for block in range(_SCAN, width, _SCAN):
@@ -150,12 +132,11 @@ def _row_max(arguments, dtype):  # type: ignore[no-untyped-def]
             # NaN, once seen, stays: no comparison with it is true.
             if top > best or top != top:
                 best, where = top, block
-        while get(x, start + where) != best and best == best:
+        while element(x, start + where) != best and best == best:
             where += 1
         if finite_only and not abs(best) < np.inf:
             where = -1
         values[row], indices[row] = best, where
-        arrive(arguments, DONE)
 
 
 def _row_max_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -172,12 +153,8 @@ def _take_rows(arguments, dtype, out_dtype):  # type: ignore[no-untyped-def]
     width = arguments[FIRST + 1]
     rows = carray(array_at(arguments[FIRST + 2], int64), 1)
     out = carray(array_at(arguments[FIRST + 3], out_dtype), 1)
-    while True:
-        row = claim(arguments, NEXT)
-        if row >= arguments[COUNT]:
-            return
-        copy(out, row * width, x, rows[row] * width, width)
-        arrive(arguments, DONE)
+    for row in work_items(arguments):
+        set_scaled(out, row * width, width, x, rows[row] * width, float32(1.0))
 
 
 def _take_rows_bfloat16(arguments):  # type: ignore[no-untyped-def]

@@ -21,8 +21,9 @@ from torch.nn import functional
 from lorad_kernels import cpu_amx
 from lorad_kernels.cpu_dots import dot_strip, strip_rows
 from lorad_kernels.cpu_queue import queued
-from lorad_kernels.cpu_simd import array_at, arrive, claim, get, set_scaled
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, finish
+from lorad_kernels.cpu_simd import add_scaled, set_scaled
+from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, finish
+from lorad_kernels.cpu_work import array_at, work_items
 
 _COLUMNS = 64  # rows of the weight in a work item
 _AHEAD = 8  # rows of the weight between what is read and what is fetched
@@ -45,10 +46,7 @@ def _linear(arguments, dtype):  # type: ignore[no-untyped-def]
     rows = strip_rows(count)
     sums = np.empty(4 * _COLUMNS, np.float32)
     one = float32(1.0)
-    while True:
-        item = claim(arguments, NEXT)
-        if item >= arguments[COUNT]:
-            return
+    for item in work_items(arguments):
         first = item * _COLUMNS
         columns = min(_COLUMNS, features - first)
         for t in range(0, count, rows):
@@ -59,10 +57,8 @@ def _linear(arguments, dtype):  # type: ignore[no-untyped-def]
             )  # fmt: skip
             for i in range(min(rows, count - t)):
                 if has_bias:
-                    for j in range(columns):
-                        sums[i * _COLUMNS + j] += get(bias, first + j)
-                set_scaled(y, (t + i) * features + first, sums, i * _COLUMNS, columns, one)
-        arrive(arguments, DONE)
+                    add_scaled(sums, i * _COLUMNS, columns, bias, first, one)
+                set_scaled(y, (t + i) * features + first, columns, sums, i * _COLUMNS, one)
 
 
 def _linear_bfloat16(arguments):  # type: ignore[no-untyped-def]

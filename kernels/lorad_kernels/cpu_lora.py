@@ -16,8 +16,9 @@ from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
 from lorad_kernels.cpu_dots import dot_strip, strip_rows
-from lorad_kernels.cpu_simd import add_scaled, array_at, arrive, claim
-from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, DONE, FIRST, NEXT, Kernel, constant
+from lorad_kernels.cpu_simd import add_scaled
+from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, constant
+from lorad_kernels.cpu_work import array_at, work_items
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
@@ -41,10 +42,7 @@ def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
     h = carray(array_at(arguments[FIRST + 8], float32), 1)
     max_rank, parts = arguments[FIRST + 9], arguments[FIRST + 10]
     blocks = (max_rank + _RANKS - 1) // _RANKS
-    while True:
-        item = claim(arguments, NEXT)
-        if item >= arguments[COUNT]:
-            return
+    for item in work_items(arguments):
         chunk, part = item // parts, item % parts
         start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
         rows = strip_rows(end - start)
@@ -61,7 +59,6 @@ def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
                     _AHEAD if t == start else 0, width,
                     h, (t * slices + s) * max_rank + first, slices * max_rank,
                 )  # fmt: skip
-        arrive(arguments, DONE)
 
 
 @numba.njit
@@ -80,10 +77,7 @@ def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
     blocks = (width + _COLUMNS - 1) // _COLUMNS
     h_stride = slices * max_rank
     sums = np.empty(4 * _COLUMNS, np.float32)
-    while True:
-        item = claim(arguments, NEXT)
-        if item >= arguments[COUNT]:
-            return
+    for item in work_items(arguments):
         chunk, part = item // parts, item % parts
         start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
         rows = strip_rows(end - start)
@@ -105,8 +99,7 @@ def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
                     )  # fmt: skip
                     for i in range(min(rows, end - t)):
                         place = (t + i) * y_stride + first
-                        add_scaled(y, place, sums, i * _COLUMNS, columns, scaling)
-        arrive(arguments, DONE)
+                        add_scaled(y, place, columns, sums, i * _COLUMNS, scaling)
 
 
 def _shrink_bfloat16(arguments):  # type: ignore[no-untyped-def]

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numba import carray, int64
 
-from lorad_kernels.cpu_simd import array_at, arrived, call_with
 from lorad_kernels.cpu_threads import (
     ARGUMENTS,
     COUNT,
@@ -30,6 +29,7 @@ from lorad_kernels.cpu_threads import (
     current_queue,
     open_queue,
 )
+from lorad_kernels.cpu_work import array_at, arrived, call_with
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ Arrays of uint16 hold bfloat16; everything is computed in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -60,68 +60,97 @@ def sum_of_squares(typingctx, x, offset, length):  # type: ignore[no-untyped-def
     return types.float32(x, types.int64, types.int64), generate
 
 
-@intrinsic
-def add_to(typingctx, x, x_offset, y, y_offset, count):  # type: ignore[no-untyped-def]
-    """x[i] += y[i] for i < count; x is float32."""
-    integer = types.int64
+def _set_each(
+    context: Any,
+    builder: Any,
+    sig: Any,
+    args: Any,
+    sources: tuple[int, ...],
+    value: Callable[..., Any],
+) -> Any:
+    """out[i] = value(the sources' elements i) for i < count, rounded once.
 
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        target = data_of(context, builder, sig.args[0], args[0])
-        source = data_of(context, builder, sig.args[2], args[2])
+    The first arguments are out, its offset and the count; a source is the index of an array
+    among them, whose offset follows it.
+    """
+    arrays = [
+        (data_of(context, builder, sig.args[i], args[i]), args[i + 1], sig.args[i].dtype)
+        for i in (0, *sources)
+    ]
 
-        def step(k: Any, mask: Any) -> None:
-            pointer = at(builder, target, args[1], k)
-            old = v.load(builder, pointer, types.float32, mask)
-            added = v.load(builder, at(builder, source, args[3], k), sig.args[2].dtype, mask)
-            v.put(builder, builder.fadd(old, added), pointer, types.float32, mask)
+    def step(k: Any, mask: Any) -> None:
+        values = [
+            v.load(builder, at(builder, data, offset, k), dtype, mask)
+            for data, offset, dtype in arrays[1:]
+        ]
+        out, offset, dtype = arrays[0]
+        v.put(builder, value(*values), at(builder, out, offset, k), dtype, mask)
 
-        v.for_lanes(builder, args[4], step)
-        return context.get_dummy_value()
-
-    return types.void(x, integer, y, integer, integer), generate
-
-
-@intrinsic
-def copy(typingctx, out, offset, x, x_offset, count):  # type: ignore[no-untyped-def]
-    """out[i] = x[i] for i < count, as out's dtype."""
-    integer = types.int64
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        target = data_of(context, builder, sig.args[0], args[0])
-        source = data_of(context, builder, sig.args[2], args[2])
-
-        def step(k: Any, mask: Any) -> None:
-            value = v.load(builder, at(builder, source, args[3], k), sig.args[2].dtype, mask)
-            v.put(builder, value, at(builder, target, args[1], k), sig.args[0].dtype, mask)
-
-        v.for_lanes(builder, args[4], step)
-        return context.get_dummy_value()
-
-    return types.void(out, integer, x, integer, integer), generate
+    v.for_lanes(builder, args[2], step)
+    return context.get_dummy_value()
 
 
 @intrinsic
-def set_product(typingctx, out, offset, x, x_offset, factor, weights, count):  # type: ignore[no-untyped-def]
-    """out[i] = x[i] * factor * weights[i] for i < count, rounded once; x, weights are float32."""
+def set_scaled(typingctx, out, out_offset, count, x, x_offset, factor):  # type: ignore[no-untyped-def]
+    """out[i] = factor * x[i] for i < count, rounded once."""
     integer = types.int64
-    signature = types.void(out, integer, x, integer, types.float32, weights, integer)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        target = data_of(context, builder, sig.args[0], args[0])
-        xs = data_of(context, builder, sig.args[2], args[2])
-        ws = data_of(context, builder, sig.args[5], args[5])
-        factor = v.splat(builder, args[4])
+        scale = v.splat(builder, args[5])
+        return _set_each(context, builder, sig, args, (3,), lambda x: builder.fmul(scale, x))
 
-        def step(k: Any, mask: Any) -> None:
-            value = v.load(builder, at(builder, xs, args[3], k), types.float32, mask)
-            weight = v.load(builder, builder.gep(ws, [k]), types.float32, mask)
-            value = builder.fmul(builder.fmul(value, factor), weight)
-            v.put(builder, value, at(builder, target, args[1], k), sig.args[0].dtype, mask)
+    return types.void(out, integer, integer, x, integer, types.float32), generate
 
-        v.for_lanes(builder, args[6], step)
-        return context.get_dummy_value()
 
-    return signature, generate
+@intrinsic
+def add_scaled(typingctx, out, out_offset, count, x, x_offset, factor):  # type: ignore[no-untyped-def]
+    """out[i] += factor * x[i] for i < count, rounded once."""
+    integer = types.int64
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        scale = v.splat(builder, args[5])
+
+        def value(old: Any, x: Any) -> Any:
+            return v.fma(builder, scale, x, old)
+
+        return _set_each(context, builder, sig, args, (0, 3), value)
+
+    return types.void(out, integer, integer, x, integer, types.float32), generate
+
+
+@intrinsic
+def set_product(typingctx, out, out_offset, count, x, x_offset, y, y_offset, factor):  # type: ignore[no-untyped-def]
+    """out[i] = factor * x[i] * y[i] for i < count, rounded once."""
+    integer = types.int64
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        scale = v.splat(builder, args[7])
+
+        def value(x: Any, y: Any) -> Any:
+            return builder.fmul(builder.fmul(x, scale), y)
+
+        return _set_each(context, builder, sig, args, (3, 5), value)
+
+    return types.void(out, integer, integer, x, integer, y, integer, types.float32), generate
+
+
+@intrinsic
+def set_silu_product(typingctx, out, out_offset, count, gate, gate_offset, up, up_offset):  # type: ignore[no-untyped-def]
+    """out[i] = silu(gate[i]) * up[i] for i < count, rounded once."""
+    integer = types.int64
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        def value(x: Any, y: Any) -> Any:
+            # Below -88, e^-x would leave float32; there silu(x) is 0 to its precision.
+            power = builder.fneg(x)
+            high = builder.fcmp_ordered(">", power, v.splat_f32(88.0))
+            power = v.exp(builder, builder.select(high, v.splat_f32(88.0), power))
+            one = v.splat_f32(1.0)
+            return builder.fmul(builder.fdiv(x, builder.fadd(one, power)), y)
+
+        return _set_each(context, builder, sig, args, (3, 5), value)
+
+    return types.void(out, integer, integer, gate, integer, up, integer), generate
 
 
 @intrinsic
@@ -210,165 +239,14 @@ def largest(typingctx, x, offset, count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def silu_times(typingctx, gate, gate_offset, up, up_offset, count, out, out_offset):  # type: ignore[no-untyped-def]
-    """out[i] = silu(gate[i]) * up[i] for i < count, rounded once."""
-    integer = types.int64
-    signature = types.void(gate, integer, up, integer, integer, out, integer)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        gates = data_of(context, builder, sig.args[0], args[0])
-        ups = data_of(context, builder, sig.args[2], args[2])
-        target = data_of(context, builder, sig.args[5], args[5])
-
-        def step(k: Any, mask: Any) -> None:
-            def at(data: Any, offset: Any, dtype: types.Type) -> Any:
-                return v.load(builder, builder.gep(data, [builder.add(offset, k)]), dtype, mask)
-
-            x, y = at(gates, args[1], sig.args[0].dtype), at(ups, args[3], sig.args[2].dtype)
-            # Below -88, e^-x would leave float32; there silu(x) is 0 to its precision.
-            power = builder.fneg(x)
-            high = builder.fcmp_ordered(">", power, v.splat_f32(88.0))
-            power = v.exp(builder, builder.select(high, v.splat_f32(88.0), power))
-            one = v.splat_f32(1.0)
-            value = builder.fmul(builder.fdiv(x, builder.fadd(one, power)), y)
-            pointer = builder.gep(target, [builder.add(args[6], k)])
-            v.put(builder, value, pointer, sig.args[5].dtype, mask)
-
-        v.for_lanes(builder, args[4], step)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def add_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ignore[no-untyped-def]
-    """y[i] += factor * x[i] for i < count, rounded once; x is float32."""
-    integer = types.int64
-    signature = types.void(y, integer, x, integer, integer, types.float32)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        ys = data_of(context, builder, sig.args[0], args[0])
-        xs = data_of(context, builder, sig.args[2], args[2])
-        scale = v.splat(builder, args[5])
-
-        def step(k: Any, mask: Any) -> None:
-            pointer = builder.gep(ys, [builder.add(args[1], k)])
-            old = v.load(builder, pointer, sig.args[0].dtype, mask)
-            value = v.load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
-            value = v.fma(builder, scale, value, old)
-            v.put(builder, value, pointer, sig.args[0].dtype, mask)
-
-        v.for_lanes(builder, args[4], step)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def set_scaled(typingctx, y, y_offset, x, x_offset, count, factor):  # type: ignore[no-untyped-def]
-    """y[i] = factor * x[i] for i < count, rounded once; x is float32."""
-    integer = types.int64
-    signature = types.void(y, integer, x, integer, integer, types.float32)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        ys = data_of(context, builder, sig.args[0], args[0])
-        xs = data_of(context, builder, sig.args[2], args[2])
-        scale = v.splat(builder, args[5])
-
-        def step(k: Any, mask: Any) -> None:
-            value = v.load(builder, builder.gep(xs, [builder.add(args[3], k)]), types.float32, mask)
-            pointer = builder.gep(ys, [builder.add(args[1], k)])
-            v.put(builder, builder.fmul(scale, value), pointer, sig.args[0].dtype, mask)
-
-        v.for_lanes(builder, args[4], step)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def array_at(typingctx, address, like):  # type: ignore[no-untyped-def]
-    """A pointer to what lies at an address, of the type of the dtype `like`."""
-    pointer = types.CPointer(like.dtype)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    return pointer(types.int64, like), generate
-
-
-@intrinsic
-def claim(typingctx, counters, index):  # type: ignore[no-untyped-def]
-    """counters[index] += 1, atomically among threads; returns what was there before."""
+def element(typingctx, x, index):  # type: ignore[no-untyped-def]
+    """x[index] as float32."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = builder.gep(data_of(context, builder, sig.args[0], args[0]), [args[1]])
-        return builder.atomic_rmw("add", pointer, v.I64(1), "monotonic")
+        value = builder.load(pointer)
+        if sig.args[0].dtype == types.float32:
+            return value
+        return builder.bitcast(builder.shl(builder.zext(value, v.I32), v.I32(16)), v.F32)
 
-    return types.int64(counters, types.int64), generate
-
-
-@intrinsic
-def arrive(typingctx, counters, index):  # type: ignore[no-untyped-def]
-    """counters[index] += 1; what this thread has written is seen by whoever sees that."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.gep(data_of(context, builder, sig.args[0], args[0]), [args[1]])
-        builder.atomic_rmw("add", pointer, v.I64(1), "acq_rel")
-        return context.get_dummy_value()
-
-    return types.void(counters, types.int64), generate
-
-
-@intrinsic
-def arrived(typingctx, counters, index):  # type: ignore[no-untyped-def]
-    """counters[index] as other threads have left it."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.gep(data_of(context, builder, sig.args[0], args[0]), [args[1]])
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(counters, types.int64), generate
-
-
-@intrinsic
-def call_with(typingctx, function, argument):  # type: ignore[no-untyped-def]
-    """Call the C function of one integer or pointer at an address; what it returns is dropped."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        block = v.I64.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [block]).as_pointer()
-        builder.call(builder.inttoptr(args[0], kind), [builder.inttoptr(args[1], block)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def float_from(typingctx, bits):  # type: ignore[no-untyped-def]
-    """The float32 whose bits are the lower half of an int64; see `cpu_threads.float_bits`."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(builder.trunc(args[0], v.I32), v.F32)
-
-    return types.float32(types.int64), generate
-
-
-@intrinsic
-def _float_of(typingctx, bits):  # type: ignore[no-untyped-def]
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], v.F32)
-
-    return types.float32(types.uint32), generate
-
-
-def get(array: Any, index: Any) -> Any:
-    """One element as float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@numba.extending.overload(get)
-def _get_one(array, index):  # type: ignore[no-untyped-def]
-    if array.dtype == types.float32:
-        return lambda array, index: array[index]
-    return lambda array, index: _float_of(numba.uint32(numba.uint32(array[index]) << 16))
+    return types.float32(x, types.int64), generate

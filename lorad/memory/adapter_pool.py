@@ -53,7 +53,7 @@ class ResidentAdapter:
         thread up while it looks at all there are.
         """
         if self._factors is None:
-            self._factors = _absolute(self.layout, self.first_page * self.page_elements)
+            self._factors = factors_at(self.layout, self.first_page * self.page_elements)
         return self._factors
 
     def forget_factors(self) -> None:
@@ -229,8 +229,8 @@ class AdapterPool:
         adapter.forget_factors()
 
 
-def _absolute(layout: AdapterLayout, start: int) -> Factors:
-    """The layout's offsets, shifted to where the adapter lies in the slab."""
+def factors_at(layout: AdapterLayout, start: int) -> Factors:
+    """The layout's offsets for an adapter that begins at element `start` of the slab."""
     return tuple(
         tuple(
             tuple(
