@@ -168,10 +168,14 @@ class DecodeGraphs:
         if (size, lora) not in self._replays:
             into = (self._logits[:size], self._tokens[:size])
             self._replays[size, lora] = self._capture(self._step(size, lora), into)
-            if self._decoder.device.type == "cpu" and len(self._replays) > KEPT_ON_CPU:
-                self._replays.popitem(last=False)
+            self._forget_oldest()
         self._replays.move_to_end((size, lora))
         return self._replays[size, lora]
+
+    def _forget_oldest(self) -> None:
+        kept = [key for key, run in self._replays.items() if run is not None]
+        if self._decoder.device.type == "cpu" and len(kept) > KEPT_ON_CPU:
+            del self._replays[kept[0]]
 
     def _step(self, size: int, lora: bool) -> Run:
         batch = self._buffers.batch(size, lora)
