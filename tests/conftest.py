@@ -21,6 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# What groups of test files share asserts too: failures there are to show the values.
+pytest.register_assert_rewrite(
+    "admin_process", "openai_site", "registry_on_disk", "scheduler_bench"
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
