@@ -156,7 +156,8 @@ def test_silent_and_slow_connections_do_not_shut_others_out(daemon: Daemon) -> N
         client.settimeout(10)
         client.connect(str(daemon.socket))
         if number % 2:
-            client.sendall(b"GET /v1/hea")  # and never the rest
+            with suppress(BrokenPipeError):  # one more than a process may have: closed already
+                client.sendall(b"GET /v1/hea")  # and never the rest
         clients.append(client)
     wait_until(daemon.answers, seconds=10)
     for client in clients:
