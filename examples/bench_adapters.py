@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 from bench_report import progress, tell, write_table
 from demo_model import ensure_demo_model
+from random_model import ensure_random_model
 from stepped_engine import LongestPause, SteppedEngine, rss_mib, stepped
-from tiny_model import ensure_tiny_model
 
 from lorad.engine.messages import AbortRequest, LoadAdapter, UnloadAdapter
 
@@ -155,7 +155,7 @@ def soak(
     markdown: Markdown = None,
 ) -> None:
     """Load, serve and unload in turn while another adapter answers; memory must stay flat."""
-    model = ensure_demo_model() if demo else ensure_tiny_model()
+    model = ensure_demo_model() if demo else ensure_random_model("tiny-llama")
     with stepped(model, adapters + 1, max_cpu_loras=16, slab_bytes=2**27) as b:
         steady, names = b.refs[0], b.refs[1:]
         b.serve([steady], at_once=1, tokens=2)

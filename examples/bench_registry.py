@@ -26,7 +26,7 @@ import httpx
 import typer
 from adapter_fleet import write_adapter
 from bench_report import progress, tell, write_table
-from tiny_model import ensure_tiny_model
+from random_model import ensure_random_model
 
 from lorad.adapter_ref import AdapterName
 from lorad.adapters.peft_format import read_adapter
@@ -51,7 +51,7 @@ def main(
     requests: Annotated[int, typer.Option(help="Of those, through the whole public app.")] = 20_000,
     markdown: Annotated[Path | None, typer.Option(help="The page with the marks.")] = None,
 ) -> None:
-    model = ensure_tiny_model()
+    model = ensure_random_model("tiny-llama")
     shape = ModelShape.from_config(read_config(model))
     ram = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=ram if ram.is_dir() else None) as name:

@@ -2,7 +2,7 @@
 
 Run as `python tests/admin_daemon.py STATE SOCKET`; tests take `write_adapter` and the
 constants from it by runpy. Files in STATE steer the engine: `engine-full` makes loads fail,
-`engine-busy` makes unloads time out, `engine-slow` makes loads take half a second.
+`engine-busy` makes unloads time out, `engine-slow` makes loads take a second.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_engine(state: Path, read: Callable[[Any], object]) -> Any:
             if (state / "engine-full").exists():
                 raise LoradError("memory.no_capacity", f"no room for {ref}", hint="unload some")
             if (state / "engine-slow").exists():
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(1.0)
             self.resident[ref.digest] = messages.AdapterState(
                 ref.digest, "device", rank=2, device_pages=1, device_bytes=4096, host_bytes=2048
             )
@@ -119,7 +119,7 @@ def serve(state: Path, path: Path) -> None:
     AdminProtocol.max_of_one_process = 12
     check = partial(read_checked, shape=SHAPE, max_lora_rank=MAX_RANK)
     registry = Registry.open(state, BASE, check)
-    limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=1.0, read_timeout=1.0)
+    limits = AdminLimits(max_upload_bytes=1 << 20, max_uploads=3, upload_idle=2.0, read_timeout=1.0)
     engine = make_engine(state, registry.verify)
     traffic = Traffic(engine, registry.find, CanaryWatch(lambda *_: None))
     groups = AdminGroups.named("", os.environ.get("LORAD_TEST_READ_GROUP", ""))

@@ -85,7 +85,7 @@ class Daemon:
         return self.post(f"/v1/uploads/{upload}:commit?dry_run={dry_run}")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that in time"

@@ -202,7 +202,7 @@ def serve(**kwargs: Any) -> Iterator[Site]:
     assert not thread.is_alive()
 
 
-def wait_for(true: Any, seconds: float = 10.0) -> None:
+def wait_for(true: Any, seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "waited in vain"

@@ -311,9 +311,12 @@ def test_a_token_costs_the_same_at_the_end_of_a_long_text() -> None:
 def test_a_long_prompt_costs_nothing() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     prompt = tokenizer.encode("word ") * 200_000
-    start = time.perf_counter()
-    Detokenizer(tokenizer, prompt)
-    assert time.perf_counter() - start < 0.05
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        Detokenizer(tokenizer, prompt)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.05
 
 
 def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:

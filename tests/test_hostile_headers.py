@@ -231,7 +231,7 @@ def test_a_sparse_terabyte_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(LoradError) as caught:
         read_adapter(directory, None)
     assert caught.value.code == CORRUPT
-    assert perf_counter() - started < 1
+    assert perf_counter() - started < 5
 
 
 CONFIGS: dict[str, tuple[bytes, str]] = {

@@ -26,7 +26,7 @@ def test_leaving_in_mid_stream_aborts(site: Site, n: int) -> None:
         received = response.iter_bytes()
         next(received)
         wait_for(lambda: site.engine.running == n)
-    wait_for(lambda: site.engine.running == 0, 2)
+    wait_for(lambda: site.engine.running == 0)
     assert len(site.engine.aborted) == n
 
 
@@ -36,7 +36,7 @@ def test_leaving_while_a_whole_answer_is_made_aborts(site: Site, n: int) -> None
     body = {"model": BASE, "prompt": "x", "n": n, "max_tokens": 300}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{site.url}/v1/completions", json=body, timeout=0.3)
-    wait_for(lambda: site.engine.running == 0, 2)
+    wait_for(lambda: site.engine.running == 0)
     assert len(site.engine.aborted) == n
 
 
@@ -50,7 +50,7 @@ def test_leaving_before_the_first_token_aborts(site: Site, stream: bool) -> None
             json={"model": BASE, "messages": HELLO, "stream": stream},
             timeout=0.2,
         )
-    wait_for(lambda: site.engine.running == 0, 2)
+    wait_for(lambda: site.engine.running == 0)
     assert len(site.engine.aborted) == 1
 
 
@@ -59,7 +59,7 @@ def test_the_sdk_closing_a_stream_aborts(site: Site) -> None:
     stream = site.client().completions.create(model=BASE, prompt="x", stream=True, max_tokens=300)
     next(iter(stream))
     stream.close()
-    wait_for(lambda: site.engine.running == 0, 2)
+    wait_for(lambda: site.engine.running == 0)
     assert len(site.engine.aborted) == 1
 
 

@@ -100,7 +100,7 @@ def test_a_wait_that_ends_first_says_that_it_still_runs(daemon: Daemon) -> None:
     operation = daemon.post(PROMOTE, {"version": "v2"}, **ASYNC).json()["operation"]
     began = time.monotonic()
     assert daemon.get(f"/v1/operations/{operation['id']}?wait=0.1")["state"] == "running"
-    assert time.monotonic() - began < 0.45
+    assert time.monotonic() - began < 0.9
 
 
 def test_a_change_that_fails_later_has_its_error(daemon: Daemon) -> None:

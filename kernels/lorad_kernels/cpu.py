@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lorad_kernels import (
+    cpu_activations,
     cpu_amx,
     cpu_attention,
     cpu_fused,
     cpu_linear,
     cpu_lora,
+    cpu_prefill,
     cpu_queue,
     reference,
     torch_paths,
@@ -30,6 +32,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     kernels = [
         cpu_queue.QUEUE,
         *cpu_amx.kernels(dtype),
+        *cpu_prefill.kernels(dtype),
         *cpu_lora.KERNELS.get(dtype, ()),
         *cpu_fused.KERNELS.get(dtype, ()),
         *(each[dtype] for each in (cpu_attention.KERNELS, cpu_linear.KERNELS) if dtype in each),
@@ -71,14 +74,20 @@ def paged_attention(
         return reference.paged_attention(
             q, k_cache, v_cache, batch, scale=scale, sliding_window=sliding_window, softcap=softcap
         )
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = cpu_activations.empty(q.shape, q.dtype)
     decodes = batch.num_decodes
     if decodes:
         cpu_attention.decode(
             q[:decodes], k_cache, v_cache, batch, out, scale=scale, sliding_window=sliding_window
         )
-    if decodes < len(batch.context_lens):
-        finish()
+    if decodes == len(batch.context_lens):
+        return out
+    if cpu_prefill.serves(q, k_cache):
+        cpu_prefill.prefill(
+            q, k_cache, v_cache, batch, out, scale=scale, sliding_window=sliding_window
+        )
+        return out
+    finish()
     torch_paths.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
     return out
 

@@ -1,19 +1,15 @@
 """Base projections of up to some dozen rows on Intel's matrix unit (AMX), in bfloat16.
 
-A tile holds 16 rows of 64 bytes. The product of 16 rows of the weight, read where they lie, and
-16 rows of x takes 16 cycles per 32 columns: as fast as any memory delivers the weight. What is
-computed is the transpose, y^T = W x^T, so that only x, which is small, must be laid out anew:
-as pairs of neighbours along k, the rows of x beside each other (Intel SDM, TDPBF16PS). A row of
-y comes out with the same bits whatever rows are beside it.
+The product of 16 rows of the weight, read where they lie, and 16 rows of x takes 16 cycles per 32
+columns: as fast as any memory delivers the weight. What is computed is the transpose,
+y^T = W x^T, so that only x, which is small, must be laid out anew: as pairs of neighbours along
+k, the rows of x beside each other. A row of y comes out with the same bits whatever rows are
+beside it.
 """
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,49 +20,26 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
+from lorad_kernels import cpu_activations
 from lorad_kernels import cpu_vectors as v
-from lorad_kernels.cpu_simd import clamped, data_of
+from lorad_kernels.cpu_simd import data_of
 from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel
+from lorad_kernels.cpu_tiles import (
+    DEPTH,
+    I8,
+    SIDE,
+    available,
+    configure,
+    emit,
+    place_at,
+    release,
+    set_transposed,
+)
 from lorad_kernels.cpu_work import array_at, work_items
 
-_SIDE = 16  # rows of a tile
-_DEPTH = 32  # bfloat16 elements in a row of a tile
 _WEIGHT_TILES = 2  # beside each other in one pass
-_COLUMNS = _SIDE * _WEIGHT_TILES  # rows of the weight in a work item
+_COLUMNS = SIDE * _WEIGHT_TILES  # rows of the weight in a work item
 _AHEAD = _COLUMNS  # rows of the weight between what is read and what is fetched
-I8 = ir.IntType(8)
-_BYTES = I8.as_pointer()
-
-
-def _emit(builder: Any, name: str, arguments: list[Any]) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
-    builder.call(function, arguments)
-
-
-@intrinsic
-def _configure(typingctx):  # type: ignore[no-untyped-def]
-    """All eight tiles of this thread as 16 rows of 64 bytes."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        setting = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[_SIDE] * 8, *[0] * 8])
-        constant = ir.Constant(ir.ArrayType(I8, 64), bytearray(setting))
-        place = cgutils.alloca_once_value(builder, constant)
-        _emit(builder, "ldtilecfg", [builder.bitcast(place, _BYTES)])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
-def _release(typingctx):  # type: ignore[no-untyped-def]
-    """Tiles left in use would be saved at each switch of threads."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _emit(builder, "tilerelease", [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 def _multiply_tiles(weights: int, inputs: int) -> Callable[..., None]:
@@ -84,34 +57,35 @@ def _multiply_tiles(weights: int, inputs: int) -> Callable[..., None]:
             x_data = data_of(context, builder, sig.args[3], args[3])
             out = data_of(context, builder, sig.args[6], args[6])
             width, w_stride = args[2], builder.mul(args[2], v.I64(2))
-            x_tile = builder.mul(width, v.I64(_SIDE // 2))  # pairs in a tile's rows of x
+            x_tile = builder.mul(width, v.I64(SIDE // 2))  # pairs in a tile's rows of x
             sum_tiles = [(i, j) for i in range(weights) for j in range(inputs)]
 
-            def at(data: Any, offset: Any) -> Any:
-                return builder.bitcast(builder.gep(data, [offset]), _BYTES)
-
             def load(tile: int, pointer: Any, stride: Any) -> None:
-                _emit(builder, "tileloadd64", [I8(tile), pointer, stride])
+                emit(builder, "tileloadd64", [I8(tile), pointer, stride])
 
             for n in range(len(sum_tiles)):
-                _emit(builder, "tilezero", [I8(n)])
-            with cgutils.for_range_slice(builder, v.I64(0), width, v.I64(_DEPTH)) as (k, _):
+                emit(builder, "tilezero", [I8(n)])
+            with cgutils.for_range_slice(builder, v.I64(0), width, v.I64(DEPTH)) as (k, _):
                 for j in range(inputs):
                     first = builder.add(args[4], builder.mul(x_tile, v.I64(j)))
-                    place = builder.add(first, builder.mul(k, v.I64(_SIDE // 2)))
-                    load(4 + _WEIGHT_TILES + j, at(x_data, place), v.I64(64))
+                    place = builder.add(first, builder.mul(k, v.I64(SIDE // 2)))
+                    load(4 + _WEIGHT_TILES + j, place_at(builder, x_data, place), v.I64(64))
                 for i in range(weights):
-                    row = builder.add(args[1], builder.mul(width, v.I64(i * _SIDE)))
-                    load(4 + i, at(w_data, builder.add(row, k)), w_stride)
-                    for step in range(_SIDE):
+                    row = builder.add(args[1], builder.mul(width, v.I64(i * SIDE)))
+                    load(4 + i, place_at(builder, w_data, builder.add(row, k)), w_stride)
+                    for step in range(SIDE):
                         there = builder.add(row, builder.mul(width, v.I64(step)))
                         there = builder.add(builder.add(there, args[5]), k)
                         v.prefetch(builder, builder.gep(w_data, [there]))
                 for n, (i, j) in enumerate(sum_tiles):
                     tiles = [I8(n), I8(4 + i), I8(4 + _WEIGHT_TILES + j)]
-                    _emit(builder, "tdpbf16ps", tiles)
+                    emit(builder, "tdpbf16ps", tiles)
             for n in range(len(sum_tiles)):
-                _emit(builder, "tilestored64", [I8(n), at(out, v.I64(n * 256)), v.I64(64)])
+                emit(
+                    builder,
+                    "tilestored64",
+                    [I8(n), place_at(builder, out, v.I64(n * 256)), v.I64(64)],
+                )
             return context.get_dummy_value()
 
         return signature, generate
@@ -139,10 +113,10 @@ def _put_transposed(typingctx, tile, first, bias, bias_offset, y, y_offset, y_st
         rows = [
             v.load(
                 builder,
-                builder.gep(source, [builder.add(args[1], v.I64(_SIDE * n))]),
+                builder.gep(source, [builder.add(args[1], v.I64(SIDE * n))]),
                 types.float32,
             )
-            for n in range(_SIDE)
+            for n in range(SIDE)
         ]
         place = cgutils.alloca_once_value(builder, ir.Constant(v.VECTOR, None))
         with builder.if_then(builder.icmp_signed(">=", args[3], v.I64(0))):
@@ -159,28 +133,6 @@ def _put_transposed(typingctx, tile, first, bias, bias_offset, y, y_offset, y_st
     return signature, generate
 
 
-@intrinsic
-def _set_transposed(typingctx, out, offset, x, x_offset, x_stride, count):  # type: ignore[no-untyped-def]
-    """out[q, m] = x[m, q] for 16 rows and columns of 32 bits; past `count` the last row again."""
-    integer = types.int64
-    signature = types.void(out, integer, x, integer, integer, integer)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        target = data_of(context, builder, sig.args[0], args[0])
-        source = data_of(context, builder, sig.args[2], args[2])
-        rows = [
-            builder.gep(source, [clamped(builder, args[3], m, args[4], args[5])])
-            for m in range(_SIDE)
-        ]
-        columns = v.transposed(builder, [v.load(builder, row, types.float32) for row in rows])
-        for q, column in enumerate(columns):
-            place = builder.add(args[1], v.I64(q * _SIDE))
-            v.store(builder, column, builder.gep(target, [place]))
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
 def _lay_out(arguments):  # type: ignore[no-untyped-def]
     """pairs[j, q, m] = x[16 j + m, 2 q : 2 q + 2]."""
     block = carray(arguments, ARGUMENTS)
@@ -188,11 +140,9 @@ def _lay_out(arguments):  # type: ignore[no-untyped-def]
     x_stride, count, pairs = block[FIRST + 1], block[FIRST + 2], block[FIRST + 3]
     out = carray(array_at(block[FIRST + 4], uint32), 1)
     for item in work_items(block):
-        first, target = item * _SIDE, item * pairs * _SIDE
-        for q in range(0, pairs, _SIDE):
-            _set_transposed(
-                out, target + q * _SIDE, x, first * x_stride + q, x_stride, count - first
-            )
+        first, target = item * SIDE, item * pairs * SIDE
+        for q in range(0, pairs, SIDE):
+            set_transposed(out, target + q * SIDE, x, first * x_stride + q, x_stride, count - first)
 
 
 def _multiply(arguments):  # type: ignore[no-untyped-def]
@@ -206,12 +156,12 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
     bias = carray(array_at(block[FIRST + 6], uint16), 1)
     has_bias = block[FIRST + 6] != 0
     sums = np.empty(4 * 256, np.float32)
-    _configure()
+    configure()
     for item in work_items(block):
         first = item * _COLUMNS
-        weights = min(_COLUMNS, features - first) // _SIDE
-        for row in range(0, count, 2 * _SIDE):
-            inputs = (min(2 * _SIDE, count - row) + _SIDE - 1) // _SIDE
+        weights = min(_COLUMNS, features - first) // SIDE
+        for row in range(0, count, 2 * SIDE):
+            inputs = (min(2 * SIDE, count - row) + SIDE - 1) // SIDE
             ahead = _AHEAD * width if row == 0 else 0
             start, x_start = first * width, row * width // 2
             if weights == 2 and inputs == 2:
@@ -223,13 +173,13 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
             else:
                 _multiply_1x1(weight, start, width, x, x_start, ahead, sums)
             for n in range(weights * inputs):
-                column = first + n // inputs * _SIDE
-                m = row + n % inputs * _SIDE
+                column = first + n // inputs * SIDE
+                m = row + n % inputs * SIDE
                 _put_transposed(
                     sums, n * 256, bias, column if has_bias else -1,
                     y, m * features + column, features, count - m,
                 )  # fmt: skip
-    _release()
+    release()
 
 
 LAY_OUT, MULTIPLY = Kernel(_lay_out), Kernel(_multiply)
@@ -243,38 +193,19 @@ def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
 def serves(weight: Tensor) -> bool:
     """Whether `multiply` computes products with this weight on this machine."""
     features, width = weight.shape
-    fits = features % _SIDE == 0 and width % _DEPTH == 0 and weight.is_contiguous()
+    fits = features % SIDE == 0 and width % DEPTH == 0 and weight.is_contiguous()
     return fits and weight.dtype is torch.bfloat16 and available()
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[T, in]` times weight `[out, in]` transposed, plus bias: `[T, out]`."""
     (features, width), count = weight.shape, x.shape[0]
-    tiles = -(-count // _SIDE)
-    pairs = torch.empty(tiles, width // 2, _SIDE, dtype=torch.int32)
-    y = torch.empty(count, features, dtype=x.dtype)
+    tiles = -(-count // SIDE)
+    pairs = torch.empty(tiles, width // 2, SIDE, dtype=torch.int32)
+    y = cpu_activations.empty((count, features), x.dtype)
     LAY_OUT(tiles, 2 * x.numel(), x, x.stride(0) // 2, count, width // 2, pairs)
     MULTIPLY(
         -(-features // _COLUMNS), 2 * weight.numel(), pairs, count, width, weight, features, y,
         0 if bias is None else bias,
     )  # fmt: skip
     return y
-
-
-@cache
-def available() -> bool:
-    """Whether this processor has AMX for bfloat16 and the system lets this process use it."""
-    if platform.machine() != "x86_64" or platform.system() != "Linux":
-        return False
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return {"amx_tile", "amx_bf16", "avx512bw"} <= set(flags) and _request_tiles()
-
-
-def _request_tiles() -> bool:
-    """Linux gives the tiles' registers to a process that asks (x86, arch_prctl)."""
-    arch_prctl, request, tile_data = 158, 0x1023, 18
-    refused: int = ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
-    return not refused

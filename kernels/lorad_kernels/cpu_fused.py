@@ -14,6 +14,7 @@ import torch
 from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
+from lorad_kernels import cpu_activations
 from lorad_kernels.cpu_simd import (
     add_scaled,
     element,
@@ -198,7 +199,7 @@ def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
     rows, width = x.shape
-    out = torch.empty(rows, width, dtype=dtype)
+    out = cpu_activations.empty((rows, width), dtype)
     _ADD_NORM[dtype](
         rows, 3 * x.numel() * 4, x, width, 0 if delta is None else delta,
         weight, float_bits(eps), out,
@@ -208,7 +209,7 @@ def add_rms_norm(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, width, dtype=gate_up.dtype)
+    out = cpu_activations.empty((rows, width), gate_up.dtype)
     # exp makes it dearer than its bytes.
     _SILU[gate_up.dtype](rows, 4 * out.numel() * out.element_size(), gate_up, width, out)
     return out
@@ -232,7 +233,7 @@ def rotate_and_store(
     batch: AttentionBatch,
 ) -> Tensor:
     rows, heads, dim = q.shape
-    out = torch.empty(rows, heads, dim, dtype=q.dtype)
+    out = cpu_activations.empty((rows, heads, dim), q.dtype)
     _ROTATE[q.dtype](
         rows, 4 * out.numel() * out.element_size(),
         q, k, v, q.stride(0), k.stride(0), v.stride(0),
@@ -260,7 +261,7 @@ def takes_rows(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(rows.shape[0], x.shape[1], dtype=dtype)
+    out = cpu_activations.empty((rows.shape[0], x.shape[1]), dtype)
     _TAKE_ROWS[x.dtype, dtype](
         rows.shape[0], 2 * out.numel() * out.element_size(), x, x.shape[1], rows, out
     )

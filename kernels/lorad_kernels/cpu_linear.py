@@ -18,7 +18,7 @@ from numba import carray, float32, uint16
 from torch import Tensor
 from torch.nn import functional
 
-from lorad_kernels import cpu_amx
+from lorad_kernels import cpu_activations, cpu_amx
 from lorad_kernels.cpu_dots import dot_strip, strip_rows
 from lorad_kernels.cpu_queue import queued
 from lorad_kernels.cpu_simd import add_scaled, set_scaled
@@ -110,6 +110,8 @@ class CpuLinear:
 
     def _by_onednn(self, x: Tensor) -> Tensor:
         finish()
+        if x.dtype is torch.bfloat16 and self._packed is None:
+            return _multiply(x, self._weight, self._bias)
         if self._packed is None:
             return functional.linear(x, self._weight, self._bias)
         return _multiply_packed(x, self._packed, self._bias)
@@ -123,6 +125,14 @@ class CpuLinear:
     def choose(self, kernels: Sequence[Product | None]) -> None:
         """What serves up to each of MEASURED_ROWS; None is oneDNN."""
         self._kernels = tuple(kernels)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`functional.linear`, into memory of our choice."""
+    y = cpu_activations.empty((x.shape[0], weight.shape[0]), x.dtype)
+    if bias is None:
+        return torch.mm(x, weight.T, out=y)
+    return torch.addmm(bias, x, weight.T, out=y)
 
 
 def _multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

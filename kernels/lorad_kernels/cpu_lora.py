@@ -15,6 +15,7 @@ import torch
 from numba import carray, float32, float64, int64, uint16
 from torch import Tensor
 
+from lorad_kernels import cpu_activations
 from lorad_kernels.cpu_dots import dot_strip, strip_rows
 from lorad_kernels.cpu_simd import add_scaled
 from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, constant
@@ -143,7 +144,7 @@ def add_chunks(
     chunks, slices = segments.chunks, len(slice_starts) - 1
     if len(chunks) == 0 or table.max_rank == 0:
         return
-    h = torch.empty(x.shape[0], slices, table.max_rank)
+    h = cpu_activations.empty((x.shape[0], slices, table.max_rank), torch.float32)
     shared = (
         slab, table.address, table.packed.shape[1], slices, segments.chunks_address,
         h, table.max_rank,

@@ -1,0 +1,104 @@
+"""Tiles of Intel's matrix unit (AMX), in bfloat16, as numba functions use them.
+
+A tile holds 16 rows of 64 bytes. TDPBF16PS multiplies 16 rows of 32 elements by 16 rows of 16
+pairs, neighbours along the summed dimension, and adds to 16 x 16 float32 sums (Intel SDM).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from lorad_kernels import cpu_vectors as v
+from lorad_kernels.cpu_simd import clamped, data_of
+
+SIDE = 16  # rows of a tile
+DEPTH = 32  # bfloat16 elements in a row of a tile
+I8 = ir.IntType(8)
+_BYTES = I8.as_pointer()
+
+
+def emit(builder: Any, name: str, arguments: list[Any]) -> None:
+    """An instruction of the tiles; those that name a tile take its number as an I8."""
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
+    builder.call(function, arguments)
+
+
+def place_at(builder: Any, data: Any, offset: Any) -> Any:
+    """The address of an element, as loads and stores of tiles take it."""
+    return builder.bitcast(builder.gep(data, [offset]), _BYTES)
+
+
+@intrinsic
+def configure(typingctx):  # type: ignore[no-untyped-def]
+    """All eight tiles of this thread as 16 rows of 64 bytes."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        setting = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])
+        constant = ir.Constant(ir.ArrayType(I8, 64), bytearray(setting))
+        place = cgutils.alloca_once_value(builder, constant)
+        emit(builder, "ldtilecfg", [builder.bitcast(place, _BYTES)])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def release(typingctx):  # type: ignore[no-untyped-def]
+    """Tiles left in use would be saved at each switch of threads."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        emit(builder, "tilerelease", [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def set_transposed(typingctx, out, offset, x, x_offset, x_stride, count):  # type: ignore[no-untyped-def]
+    """out[q, m] = x[m, q] for 16 rows and columns of 32 bits; past `count` the last row again."""
+    integer = types.int64
+    signature = types.void(out, integer, x, integer, integer, integer)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        target = data_of(context, builder, sig.args[0], args[0])
+        source = data_of(context, builder, sig.args[2], args[2])
+        rows = [
+            builder.gep(source, [clamped(builder, args[3], m, args[4], args[5])])
+            for m in range(SIDE)
+        ]
+        columns = v.transposed(builder, [v.load(builder, row, types.float32) for row in rows])
+        for q, column in enumerate(columns):
+            place = builder.add(args[1], v.I64(q * SIDE))
+            v.store(builder, column, builder.gep(target, [place]))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@cache
+def available() -> bool:
+    """Whether this processor has AMX for bfloat16 and the system lets this process use it."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return {"amx_tile", "amx_bf16", "avx512bw"} <= set(flags) and _request_tiles()
+
+
+def _request_tiles() -> bool:
+    """Linux gives the tiles' registers to a process that asks (x86, arch_prctl)."""
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    refused: int = ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
+    return not refused
