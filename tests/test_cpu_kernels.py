@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import lorad_kernels
-import numpy as np
 import pytest
 import torch
 from lorad_kernels import (
     Arena,
     AttentionBatch,
-    LoraFactors,
     add_lora,
     add_rms_norm,
     base_linear,
@@ -35,9 +33,9 @@ from lorad_kernels import (
 )
 from lorad_kernels.cpu_linear import few_rows
 
+from lora_factors import UNIT, RandomAdapters
+
 DTYPES = [torch.float32, torch.bfloat16]
-# Error of one rounding to the dtype, relative to the magnitudes that were summed.
-UNIT = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
 @pytest.fixture(autouse=True)
@@ -46,56 +44,11 @@ def _seed() -> None:
     torch.set_num_threads(2)
 
 
-class Adapters:
-    """Random factors packed into a slab whose free bytes are NaN: reading them would show."""
-
-    def __init__(self, ranks, width, outs, dtype):
-        self.table, parts, position = [], [], 0
-
-        def place(tensor):
-            nonlocal position
-            parts.append(tensor.reshape(-1))
-            parts.append(torch.full((5,), torch.nan, dtype=dtype))
-            position += tensor.numel() + 5
-            return position - tensor.numel() - 5
-
-        self.outs = outs
-        for rank in ranks:
-            row = []
-            for out in outs:
-                a = torch.randn(rank, width).to(dtype) / width**0.5
-                b = torch.randn(out, rank).to(dtype)
-                row.append(LoraFactors(rank, 1.7, place(a), place(b)))
-            self.table.append(row)
-        self.slab = torch.cat(parts)
-        self.width = width
-
-    @property
-    def starts(self):
-        return [0, *np.cumsum(self.outs).tolist()]
-
-    def expected(self, y, x, slots):
-        """In float64, and the size of what was summed."""
-        want, size = y.double(), y.double().abs()
-        for t, slot in enumerate(slots):
-            if slot is None:
-                continue
-            for s, f in enumerate(self.table[slot]):
-                out = self.outs[s]
-                a = self.slab[f.a_offset :][: f.rank * self.width].view(f.rank, self.width)
-                b = self.slab[f.b_offset :][: out * f.rank].view(out, f.rank)
-                a, b, row = a.double(), b.double(), x[t].double()
-                columns = slice(self.starts[s], self.starts[s + 1])
-                want[t, columns] += f.scaling * (b @ (a @ row))
-                size[t, columns] += f.scaling * (b.abs() @ (a.abs() @ row.abs()))
-        return want, size
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 35])
 @pytest.mark.parametrize("rank", [1, 3, 8, 17, 64, 512])
 def test_lora_is_exact_to_one_rounding(rank, width, dtype):
-    adapters = Adapters([rank, 0, 5], width, [70, 33], dtype)
+    adapters = RandomAdapters([rank, 0, 5], width, [70, 33], dtype)
     slots = [None, 0, 0, 0, 0, 0, 1, 2, 2, 0, None]
     x, y = torch.randn(11, width).to(dtype), torch.randn(11, 103).to(dtype)
     want, size = adapters.expected(y, x, slots)
@@ -109,7 +62,7 @@ def test_lora_is_exact_to_one_rounding(rank, width, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_delta_has_the_same_bits_in_any_batch(dtype):
-    adapters = Adapters([8, 17, 64], 48, [40], dtype)
+    adapters = RandomAdapters([8, 17, 64], 48, [40], dtype)
     slots = [0] * 1 + [1] * 2 + [2] * 3 + [0] * 33 + [1] * 4
     x, y = torch.randn(len(slots), 48).to(dtype), torch.randn(len(slots), 40).to(dtype)
 
@@ -128,7 +81,7 @@ def test_a_rows_delta_has_the_same_bits_in_any_batch(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_hot_segment_among_64_small_ones(dtype):
-    adapters = Adapters([4] * 65, 32, [48], dtype)
+    adapters = RandomAdapters([4] * 65, 32, [48], dtype)
     lengths = [1] * 32 + [1000] + [2] * 32
     slots = list(range(65))
     rows = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
@@ -142,7 +95,7 @@ def test_one_hot_segment_among_64_small_ones(dtype):
 
 @pytest.mark.parametrize("count", [0, 1, 256])
 def test_any_number_of_segments(count):
-    adapters = Adapters([2] * max(count, 1), 16, [16], torch.float32)
+    adapters = RandomAdapters([2] * max(count, 1), 16, [16], torch.float32)
     x, y = torch.randn(257, 16), torch.randn(257, 16)
     slots = [*range(count), *[None] * (257 - count)]
     want, size = adapters.expected(y, x, slots)

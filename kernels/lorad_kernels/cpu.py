@@ -17,6 +17,7 @@ from lorad_kernels import (
     cpu_lora,
     cpu_prefill,
     cpu_queue,
+    cpu_sgmv,
     reference,
     torch_paths,
 )
@@ -33,6 +34,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
         cpu_queue.QUEUE,
         *cpu_amx.kernels(dtype),
         *cpu_prefill.kernels(dtype),
+        *cpu_sgmv.kernels(dtype),
         *cpu_lora.KERNELS.get(dtype, ()),
         *cpu_fused.KERNELS.get(dtype, ()),
         *(each[dtype] for each in (cpu_attention.KERNELS, cpu_linear.KERNELS) if dtype in each),
@@ -49,10 +51,15 @@ def add_lora(
     slice_starts: Sequence[int],
     segments: LoraSegments,
 ) -> None:
+    if table.max_rank == 0:
+        return
     in_place = cpu_lora.serves(y, x, slab)
+    others = segments.long if in_place else segments.segments
     if in_place:
         cpu_lora.add_chunks(y, x, slab, table, slice_starts, segments)
-    others = segments.long if in_place else segments.segments
+    if in_place and others and cpu_sgmv.serves(y, x, slab, table, slice_starts):
+        cpu_sgmv.add_long(y, x, slab, table, slice_starts, segments)
+        return
     if others:
         finish()
     for segment in others:

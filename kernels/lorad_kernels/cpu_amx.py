@@ -142,7 +142,9 @@ def _lay_out(arguments):  # type: ignore[no-untyped-def]
     for item in work_items(block):
         first, target = item * SIDE, item * pairs * SIDE
         for q in range(0, pairs, SIDE):
-            set_transposed(out, target + q * SIDE, x, first * x_stride + q, x_stride, count - first)
+            set_transposed(
+                out, target + q * SIDE, x, first * x_stride + q, x_stride, count - first, SIDE
+            )
 
 
 def _multiply(arguments):  # type: ignore[no-untyped-def]

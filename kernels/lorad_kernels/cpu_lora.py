@@ -142,7 +142,7 @@ def add_chunks(
     """`ops.add_lora` for the short segments of a batch; rows of y and x are contiguous."""
     shrink, expand = KERNELS[y.dtype]
     chunks, slices = segments.chunks, len(slice_starts) - 1
-    if len(chunks) == 0 or table.max_rank == 0:
+    if len(chunks) == 0:
         return
     h = cpu_activations.empty((x.shape[0], slices, table.max_rank), torch.float32)
     shared = (

@@ -9,7 +9,6 @@ same bits in any batch and any chunk of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +25,11 @@ from lorad_kernels.cpu_simd import data_of, exp_and_sum, largest, set_scaled
 from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, float_bits
 from lorad_kernels.cpu_tiles import (
     DEPTH,
-    I8,
     SIDE,
     available,
     configure,
-    emit,
-    place_at,
+    multiply_four,
+    multiply_one,
     release,
     set_transposed,
 )
@@ -43,53 +41,6 @@ if TYPE_CHECKING:
 # What is known of a sequence: its first row, its rows, its context, its first token and its
 # tokens (rounded up to DEPTH) in the laid-out keys and values, and its block table.
 _ROW, _ROWS, _CONTEXT, _START, _PADDED, _TABLE, _KNOWN = range(7)
-
-
-def _multiply_tiles(columns: int) -> Callable[..., None]:
-    """`columns` tiles side by side: out[m, n] = sum over k of a[m, k] b[k, n].
-
-    a: 16 rows of bfloat16. b: pairs of neighbours along k as uint32, of which a row is `b_row`
-    long, a tile begins `b_tile` after the one before it, and the next DEPTH of k `b_step` after.
-    out: float32. All strides in elements; depth a multiple of DEPTH.
-    """
-
-    @intrinsic
-    def multiply(  # type: ignore[no-untyped-def]
-        typingctx, a, a_offset, a_row, depth, b, b_offset, b_row, b_tile, b_step,
-        out, out_offset, out_row,
-    ):  # fmt: skip
-        n = types.int64
-        signature = types.void(a, n, n, n, b, n, n, n, n, out, n, n)
-
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            a_data, b_data, sums = (
-                data_of(context, builder, sig.args[i], args[i]) for i in (0, 4, 9)
-            )
-            a_bytes = builder.mul(args[2], v.I64(2))
-            b_bytes, out_bytes = (builder.mul(args[i], v.I64(4)) for i in (6, 11))
-            for j in range(columns):
-                emit(builder, "tilezero", [I8(j)])
-            with cgutils.for_range_slice(builder, v.I64(0), args[3], v.I64(DEPTH)) as (k, _):
-                a_place = place_at(builder, a_data, builder.add(args[1], k))
-                emit(builder, "tileloadd64", [I8(4), a_place, a_bytes])
-                step = builder.mul(builder.udiv(k, v.I64(DEPTH)), args[8])
-                for j in range(columns):
-                    offset = builder.add(args[5], builder.mul(args[7], v.I64(j)))
-                    b_place = place_at(builder, b_data, builder.add(offset, step))
-                    tile = 5 + j % 3
-                    emit(builder, "tileloadd64", [I8(tile), b_place, b_bytes])
-                    emit(builder, "tdpbf16ps", [I8(j), I8(4), I8(tile)])
-            for j in range(columns):
-                place = place_at(builder, sums, builder.add(args[10], v.I64(j * SIDE)))
-                emit(builder, "tilestored64", [I8(j), place, out_bytes])
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return multiply  # type: ignore[no-any-return]
-
-
-_multiply_one, _multiply_four = _multiply_tiles(1), _multiply_tiles(4)
 
 
 @intrinsic
@@ -147,7 +98,13 @@ def _lay_out(arguments):  # type: ignore[no-untyped-def]
                     target = (region + token) * dim // 2
                     for q in range(0, dim // 2, SIDE):
                         set_transposed(
-                            keys, target + q * SIDE, k, place // 2 + q, token_stride // 2, count
+                            keys,
+                            target + q * SIDE,
+                            k,
+                            place // 2 + q,
+                            token_stride // 2,
+                            count,
+                            SIDE,
                         )
                 for pair in range(0, SIDE, 2):
                     _set_pairs(
@@ -194,15 +151,15 @@ def _attend(arguments):  # type: ignore[no-untyped-def]
             done = 0
             while done < length:
                 if done + 4 * SIDE <= length:
-                    _multiply_four(
+                    multiply_four(
                         rows, 0, dim, dim, keys, key_place + done * dim // 2, SIDE,
-                        SIDE * dim // 2, SIDE * DEPTH // 2, scores, done, stride,
+                        SIDE * dim // 2, SIDE * DEPTH // 2, dim, scores, done, stride,
                     )  # fmt: skip
                     done += 4 * SIDE
                 else:
-                    _multiply_one(
+                    multiply_one(
                         rows, 0, dim, dim, keys, key_place + done * dim // 2, SIDE,
-                        SIDE * dim // 2, SIDE * DEPTH // 2, scores, done, stride,
+                        SIDE * dim // 2, SIDE * DEPTH // 2, dim, scores, done, stride,
                     )  # fmt: skip
                     done += SIDE
             for r in range(count):
@@ -219,14 +176,14 @@ def _attend(arguments):  # type: ignore[no-untyped-def]
                 scores[r * stride] = total
             for d in range(0, dim, SIDE):
                 if d % (4 * SIDE) == 0 and d + 4 * SIDE <= dim:
-                    _multiply_four(
+                    multiply_four(
                         weights, 0, length, length, values, value_place + d, dim, SIDE,
-                        DEPTH // 2 * dim, totals, d, dim,
+                        DEPTH // 2 * dim, length, totals, d, dim,
                     )  # fmt: skip
                 elif d >= dim // (4 * SIDE) * (4 * SIDE):
-                    _multiply_one(
+                    multiply_one(
                         weights, 0, length, length, values, value_place + d, dim, SIDE,
-                        DEPTH // 2 * dim, totals, d, dim,
+                        DEPTH // 2 * dim, length, totals, d, dim,
                     )  # fmt: skip
             for r in range(count):
                 row = known[about + _ROW] + first + r

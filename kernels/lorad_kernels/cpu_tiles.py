@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,73 @@ def release(typingctx):  # type: ignore[no-untyped-def]
     return types.void(), generate
 
 
+def multiply_tiles(columns: int) -> Callable[..., None]:
+    """`columns` tiles side by side: out[m, n] = sum over k of a[m, k] b[k, n].
+
+    a: 16 rows of bfloat16. b: pairs of neighbours along k as uint32, of which a row is `b_row`
+    long, a tile begins `b_tile` after the one before it, and the next DEPTH of k `b_step` after;
+    past `b_depth` it begins again. out: float32. Strides in elements, depths multiples of DEPTH.
+    """
+
+    @intrinsic
+    def multiply(  # type: ignore[no-untyped-def]
+        typingctx, a, a_offset, a_row, depth, b, b_offset, b_row, b_tile, b_step, b_depth,
+        out, out_offset, out_row,
+    ):  # fmt: skip
+        n = types.int64
+        signature = types.void(a, n, n, n, b, n, n, n, n, n, out, n, n)
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            a_data, b_data, sums = (
+                data_of(context, builder, sig.args[i], args[i]) for i in (0, 4, 10)
+            )
+            a_bytes = builder.mul(args[2], v.I64(2))
+            b_bytes, out_bytes = (builder.mul(args[i], v.I64(4)) for i in (6, 12))
+            for j in range(columns):
+                emit(builder, "tilezero", [I8(j)])
+            with cgutils.for_range_slice(builder, v.I64(0), args[3], v.I64(DEPTH)) as (k, _):
+                a_place = place_at(builder, a_data, builder.add(args[1], k))
+                emit(builder, "tileloadd64", [I8(4), a_place, a_bytes])
+                step = builder.udiv(builder.urem(k, args[9]), v.I64(DEPTH))
+                step = builder.mul(step, args[8])
+                for j in range(columns):
+                    offset = builder.add(args[5], builder.mul(args[7], v.I64(j)))
+                    b_place = place_at(builder, b_data, builder.add(offset, step))
+                    tile = 5 + j % 3
+                    emit(builder, "tileloadd64", [I8(tile), b_place, b_bytes])
+                    emit(builder, "tdpbf16ps", [I8(j), I8(4), I8(tile)])
+            for j in range(columns):
+                place = place_at(builder, sums, builder.add(args[11], v.I64(j * SIDE)))
+                emit(builder, "tilestored64", [I8(j), place, out_bytes])
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return multiply  # type: ignore[no-any-return]
+
+
+multiply_one, multiply_four = multiply_tiles(1), multiply_tiles(4)
+
+
 @intrinsic
-def set_transposed(typingctx, out, offset, x, x_offset, x_stride, count):  # type: ignore[no-untyped-def]
-    """out[q, m] = x[m, q] for 16 rows and columns of 32 bits; past `count` the last row again."""
+def set_transposed(typingctx, out, offset, x, x_offset, x_stride, count, columns):  # type: ignore[no-untyped-def]
+    """out[q, m] = x[m, q] for 16 rows and columns of 32 bits.
+
+    Past `count` rows the last one again; columns past `columns` are zero and never read.
+    """
     integer = types.int64
-    signature = types.void(out, integer, x, integer, integer, integer)
+    signature = types.void(out, integer, x, integer, integer, integer, integer)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         target = data_of(context, builder, sig.args[0], args[0])
         source = data_of(context, builder, sig.args[2], args[2])
+        mask = v.first_lanes(builder, args[6])
         rows = [
             builder.gep(source, [clamped(builder, args[3], m, args[4], args[5])])
             for m in range(SIDE)
         ]
-        columns = v.transposed(builder, [v.load(builder, row, types.float32) for row in rows])
-        for q, column in enumerate(columns):
+        loaded = [v.load(builder, row, types.float32, mask) for row in rows]
+        for q, column in enumerate(v.transposed(builder, loaded)):
             place = builder.add(args[1], v.I64(q * SIDE))
             v.store(builder, column, builder.gep(target, [place]))
         return context.get_dummy_value()

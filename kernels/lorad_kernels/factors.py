@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class FactorTable:
         self.packed = packed
         self.address: int = packed.ctypes.data
         self.max_rank = int(packed[:, :, 0].max(initial=0)) if fixed_rank is None else fixed_rank
-        self.alignment = 16 if fixed_rank is not None else alignment(packed)
+        self._fixed = fixed_rank is not None
         self._on_device = on_device
 
     @classmethod
@@ -59,6 +60,16 @@ class FactorTable:
         if isinstance(rows, FactorTable):
             return rows
         return cls(rows, _pack(rows, max(map(len, rows), default=0)))
+
+    @cached_property
+    def alignment(self) -> int:
+        """What divides every offset."""
+        return 16 if self._fixed else alignment(self.packed)
+
+    @cached_property
+    def in_pairs(self) -> bool:
+        """Whether every factor, and every row of B, begins at a multiple of two elements."""
+        return not self._fixed and not (self.packed[:, :, :3] & 1).any()
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 # A sequence with more rows than this (prefill) becomes a segment of its own, for which a matmul
 # over many rows is faster. Rows of shorter ones, decodes among them, are always computed by the
-# kernels that give a row the same bits in any batch. On the CPU those win up to more rows: what
-# torch needs around each of its many small matmuls is dearer than their arithmetic.
+# kernels that give a row the same bits in any batch. On a CPU without a matrix unit those win up
+# to more rows: what torch needs around each of its many small matmuls is dearer than their
+# arithmetic.
 LONG_ROWS, LONG_ROWS_ON_CPU = 64, 512
 # The CPU's kernels walk pieces of this many rows, a GPU's tiles of the other.
 CHUNK_ROWS = 32
@@ -89,10 +90,31 @@ class LoraSegments:
     def long(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.is_long)
 
+    def long_pieces(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The slots of long segments, each once, and `[n, 4]` pieces of these on the CPU.
 
-def long_rows(device: torch.device) -> int:
+        A piece is start, end, slot, and the slot's place among the slots.
+        """
+        if rows not in self._long_pieces:
+            pieces = self.pieces(rows, is_long=True)
+            slots, places = np.unique(pieces[:, 2], return_inverse=True)
+            whole = np.column_stack([pieces, places])
+            self._long_pieces[rows] = torch.from_numpy(slots), torch.from_numpy(whole)
+        return self._long_pieces[rows]
+
+    @cached_property
+    def _long_pieces(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+
+def long_rows(device: torch.device, dtype: torch.dtype) -> int:
     """The most rows of a segment that is not long there."""
-    return LONG_ROWS_ON_CPU if device.type == "cpu" else LONG_ROWS
+    if device.type == "cpu":
+        from lorad_kernels.cpu_tiles import available
+
+        on_tiles = dtype is torch.bfloat16 and available()
+        return LONG_ROWS if on_tiles else LONG_ROWS_ON_CPU
+    return LONG_ROWS
 
 
 def group_rows(

@@ -30,7 +30,7 @@ class ModelRunner:
     ) -> None:
         self._block_size = slab.block_size
         self._adapters = adapters
-        self._most_rows = long_rows(decoder.device)
+        self._most_rows = long_rows(decoder.device, decoder.dtype)
         self._graphs = graphs
         self._eager = EagerSteps(decoder, slab)
 
