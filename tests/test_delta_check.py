@@ -222,11 +222,16 @@ def test_a_fault_on_the_device_is_found_and_named(engine, dtype) -> None:
         assert "device" in answer.error.hint
 
 
-@pytest.mark.parametrize("path", ["cpu_lora.add_chunks", "torch_paths.add_segment"])
-def test_a_kernel_that_does_nothing_is_found_on_either_path(engine, monkeypatch, path) -> None:
-    """That of decodes and short prompts, and that of long ones."""
+@pytest.mark.parametrize("rows", ["short", "long"])
+def test_a_kernel_that_does_nothing_is_found_on_either_path(engine, monkeypatch, rows) -> None:
+    """That of decodes and short prompts, and that of long ones, on any processor."""
+    paths = {
+        "short": ["cpu_lora.add_chunks"],
+        "long": ["torch_paths.add_segment", "cpu_sgmv.add_long"],
+    }[rows]
     tested = engine("bfloat16")
-    monkeypatch.setattr(f"lorad_kernels.{path}", lambda *_: None)
+    for path in paths:
+        monkeypatch.setattr(f"lorad_kernels.{path}", lambda *_: None)
     answer = probe(tested, "mlp-only")
     assert answer.error.code == "selftest.failed"
     assert answer.error.details["module"] == "model.layers.0.mlp.gate_proj"
