@@ -72,13 +72,14 @@ class Lorad:
         self._run(
             "lorad.main",
             "start",
-            *("--model", str(model), "--name", MODEL, "--port", str(PORT), "--detach"),
+            *("--model", str(model), "--name", model.name, "--port", str(PORT), "--detach"),
             *("--dtype", "bfloat16", "--threads", str(threads), "--slab-bytes", "2GiB"),
             *("--registry", str(directory / "registry"), "--log-file", str(directory / "log")),
         )
         for path in adapters:
             self._run("loractl.main", "push", path.name, str(path))
             self._run("loractl.main", "promote", path.name)
+        self.base = model.name
         self.names = [path.name for path in adapters]
 
     def stop(self) -> None:
@@ -89,7 +90,7 @@ class Lorad:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def measure(self, adapters: int, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-        models = self.names[:adapters] or [MODEL]
+        models = self.names[:adapters] or [self.base]
         return asyncio.run(self._measure(models, prompts, new_tokens))
 
     async def _measure(

@@ -162,6 +162,18 @@ def test_a_queue_runs_in_order_and_when_it_is_finished(threads):
     torch.testing.assert_close(z.double(), want @ weight.double().T, rtol=1e-4, atol=0)
 
 
+def test_a_queue_runs_when_it_holds_much_memory():
+    x = torch.randn(700, 64).bfloat16()
+    want = silu_mul(x)
+    with forward_pass(torch.device("cpu")):
+        first = silu_mul(x)
+        first.zero_()  # it has not run, and will write once more
+        others = [silu_mul(x) for _ in range(20)]
+        assert not first.any()
+        others += [silu_mul(x) for _ in range(20)]  # 45 kB each
+        assert torch.equal(first, want)
+
+
 def test_a_queue_that_is_left_by_an_error_runs_nothing():
     x = torch.zeros(2, 32)
     with pytest.raises(KeyError), forward_pass(torch.device("cpu")):

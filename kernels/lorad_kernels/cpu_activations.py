@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lorad_kernels import cpu_memory
+from lorad_kernels.cpu_threads import current_queue
 
 _LEAST = 2**20  # bytes; smaller ones stay in the caches wherever they lie
 _UNIT = 2 * 2**20
@@ -65,6 +66,9 @@ _BLOCKS = Blocks()
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor."""
     nbytes = prod(shape) * dtype.itemsize
+    queue = current_queue()
+    if queue is not None:
+        queue.holds(nbytes)
     if nbytes < _LEAST:
         return torch.empty(shape, dtype=dtype)
     return _BLOCKS.lend(nbytes)[:nbytes].view(dtype).view(shape)

@@ -203,7 +203,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[T, in]` times weight `[out, in]` transposed, plus bias: `[T, out]`."""
     (features, width), count = weight.shape, x.shape[0]
     tiles = -(-count // SIDE)
-    pairs = torch.empty(tiles, width // 2, SIDE, dtype=torch.int32)
+    pairs = cpu_activations.empty((tiles, width // 2, SIDE), torch.int32)
     y = cpu_activations.empty((count, features), x.dtype)
     LAY_OUT(tiles, 2 * x.numel(), x, x.stride(0) // 2, count, width // 2, pairs)
     MULTIPLY(

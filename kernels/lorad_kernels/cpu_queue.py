@@ -37,6 +37,9 @@ T = TypeVar("T")
 # work item takes longer than that only if the system has put its thread aside, and needs the core.
 _LOOKS = 50_000
 _SLEEP_MICROSECONDS = 50
+# A prefill of 128 tokens that held all its activations, 60 MB, would write each of them to memory
+# that no cache has; the first one after some decodes took three times as long.
+_MOST_HELD = 2**20  # bytes
 
 
 def _run_queue(arguments):  # type: ignore[no-untyped-def]
@@ -66,13 +69,21 @@ class KernelQueue:
     def __init__(self) -> None:
         self._calls: list[int] = []
         self._keep: list[object] = []
+        self._held = 0
 
     def add(self, address: int, block: array[int], keep: object) -> None:
         """What `keep` holds lives until the kernel has run: nobody else gets its memory."""
         self._calls += (address, block.buffer_info()[0])
         self._keep += (block, keep)
 
+    def holds(self, nbytes: int) -> None:
+        """So much more memory waits for this queue, and cannot be used again before it has run."""
+        self._held += nbytes
+        if self._held > _MOST_HELD:
+            self.run()
+
     def run(self) -> None:
+        self._held = 0
         if not self._calls:
             return
         calls, self._calls = array("q", self._calls), []
@@ -114,6 +125,9 @@ class _Recording:
         self.addresses.append(address)
         self.blocks.append(block)
         self.keep.append(keep)
+
+    def holds(self, nbytes: int) -> None:
+        """All of it, for as long as the recording lives."""
 
     def run(self) -> None:
         raise NotRecordable
