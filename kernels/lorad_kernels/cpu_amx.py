@@ -39,7 +39,6 @@ from lorad_kernels.cpu_work import array_at, work_items
 
 _WEIGHT_TILES = 2  # beside each other in one pass
 _COLUMNS = SIDE * _WEIGHT_TILES  # rows of the weight in a work item
-_AHEAD = _COLUMNS  # rows of the weight between what is read and what is fetched
 
 
 def _multiply_tiles(weights: int, inputs: int) -> Callable[..., None]:
@@ -73,10 +72,12 @@ def _multiply_tiles(weights: int, inputs: int) -> Callable[..., None]:
                 for i in range(weights):
                     row = builder.add(args[1], builder.mul(width, v.I64(i * SIDE)))
                     load(4 + i, place_at(builder, w_data, builder.add(row, k)), w_stride)
+                    # In the order of memory, which the processor's own prefetchers go along with.
+                    there = builder.add(row, builder.mul(k, v.I64(SIDE)))
+                    there = builder.add(there, args[5])
                     for step in range(SIDE):
-                        there = builder.add(row, builder.mul(width, v.I64(step)))
-                        there = builder.add(builder.add(there, args[5]), k)
-                        v.prefetch(builder, builder.gep(w_data, [there]))
+                        line = builder.add(there, v.I64(step * DEPTH))
+                        v.prefetch(builder, builder.gep(w_data, [line]))
                 for n, (i, j) in enumerate(sum_tiles):
                     tiles = [I8(n), I8(4 + i), I8(4 + _WEIGHT_TILES + j)]
                     emit(builder, "tdpbf16ps", tiles)
@@ -157,6 +158,8 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
     y = carray(array_at(block[FIRST + 5], uint16), 1)
     bias = carray(array_at(block[FIRST + 6], uint16), 1)
     has_bias = block[FIRST + 6] != 0
+    # What this thread will most likely claim next: the others take the items between.
+    next_item = block[FIRST + 7] * _COLUMNS * width
     sums = np.empty(4 * 256, np.float32)
     configure()
     for item in work_items(block):
@@ -164,7 +167,7 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
         weights = min(_COLUMNS, features - first) // SIDE
         for row in range(0, count, 2 * SIDE):
             inputs = (min(2 * SIDE, count - row) + SIDE - 1) // SIDE
-            ahead = _AHEAD * width if row == 0 else 0
+            ahead = next_item if row == 0 else 0
             start, x_start = first * width, row * width // 2
             if weights == 2 and inputs == 2:
                 _multiply_2x2(weight, start, width, x, x_start, ahead, sums)
@@ -208,6 +211,6 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     LAY_OUT(tiles, 2 * x.numel(), x, x.stride(0) // 2, count, width // 2, pairs)
     MULTIPLY(
         -(-features // _COLUMNS), 2 * weight.numel(), pairs, count, width, weight, features, y,
-        0 if bias is None else bias,
+        0 if bias is None else bias, torch.get_num_threads(),
     )  # fmt: skip
     return y
