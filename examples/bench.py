@@ -76,9 +76,13 @@ class Lorad:
             *("--dtype", "bfloat16", "--threads", str(threads), "--slab-bytes", "2GiB"),
             *("--registry", str(directory / "registry"), "--log-file", str(directory / "log")),
         )
-        for path in adapters:
-            self._run("loractl.main", "push", path.name, str(path))
-            self._run("loractl.main", "promote", path.name)
+        try:
+            for path in adapters:
+                self._run("loractl.main", "push", path.name, str(path))
+                self._run("loractl.main", "promote", path.name)
+        except subprocess.CalledProcessError:
+            self.stop()
+            raise
         self.base = model.name
         self.names = [path.name for path in adapters]
 

@@ -1,4 +1,4 @@
-"""The CPU path: own kernels where rows are few, torch where they are many."""
+"""The CPU path: which kernels of our own serve what, and what is left to torch."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def add_lora(
     others = segments.long if in_place else segments.segments
     if in_place:
         cpu_lora.add_chunks(y, x, slab, table, slice_starts, segments)
-    if in_place and others and cpu_sgmv.serves(y, x, slab, table, slice_starts):
+    if in_place and others and cpu_sgmv.serves(y, x, slab, slice_starts):
         cpu_sgmv.add_long(y, x, slab, table, slice_starts, segments)
-        return
+        others = tuple(segment for segment in others if segment.slot in table.odd_slots)
     if others:
         finish()
     for segment in others:

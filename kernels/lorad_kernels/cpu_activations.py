@@ -56,8 +56,10 @@ class Blocks:
     def _take_back(self, gone: weakref.ref[np.ndarray]) -> None:
         _, block = self._lent.pop(id(gone))
         self._free[block.data_ptr()] = block
-        while self.free_bytes > _KEPT:
-            self._free.pop(next(iter(self._free)), None)
+        for address in list(self._free):  # from the one that has been free longest
+            if self.free_bytes <= _KEPT:
+                return
+            self._free.pop(address, None)
 
 
 _BLOCKS = Blocks()

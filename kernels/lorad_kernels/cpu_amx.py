@@ -1,4 +1,4 @@
-"""Base projections of up to some dozen rows on Intel's matrix unit (AMX), in bfloat16.
+"""Base projections of up to 256 rows on Intel's matrix unit (AMX), in bfloat16.
 
 The product of 16 rows of the weight, read where they lie, and 16 rows of x takes 16 cycles per 32
 columns: as fast as any memory delivers the weight. What is computed is the transpose,
@@ -41,7 +41,7 @@ _WEIGHT_TILES = 2  # beside each other in one pass
 _COLUMNS = SIDE * _WEIGHT_TILES  # rows of the weight in a work item
 
 
-def _multiply_tiles(weights: int, inputs: int) -> Callable[..., None]:
+def _weight_tiles(weights: int, inputs: int) -> Callable[..., None]:
     """sums[i, j] = W_i x_j^T for `weights` tiles of 16 rows of W, `inputs` of 16 rows of x."""
 
     @intrinsic
@@ -94,8 +94,8 @@ def _multiply_tiles(weights: int, inputs: int) -> Callable[..., None]:
     return multiply  # type: ignore[no-any-return]
 
 
-_multiply_1x1, _multiply_1x2 = _multiply_tiles(1, 1), _multiply_tiles(1, 2)
-_multiply_2x1, _multiply_2x2 = _multiply_tiles(2, 1), _multiply_tiles(2, 2)
+_multiply_1x1, _multiply_1x2 = _weight_tiles(1, 1), _weight_tiles(1, 2)
+_multiply_2x1, _multiply_2x2 = _weight_tiles(2, 1), _weight_tiles(2, 2)
 
 
 @intrinsic

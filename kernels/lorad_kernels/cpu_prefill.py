@@ -1,14 +1,16 @@
-"""Attention of prompts on Intel's matrix unit (AMX), in bfloat16, over the pages where they lie.
+"""Attention of prompts on Intel's matrix unit (AMX), in bfloat16.
 
-First the keys and values of each sequence are laid out as the unit takes them, once for all query
-heads of a group. Then a work item is 16 query rows of one KV head: scores of all keys they see,
-an exact softmax in float32, and the weighted sum, with weights rounded to bfloat16. Sums over
-keys and dimensions run in the same order whatever rows are beside a row, so its result has the
-same bits in any batch and any chunk of its prompt.
+First the keys and values of each sequence are copied from their pages as the unit takes them, once
+for all query heads of a group. Then a work item is 16 query rows of one KV head: scores of all keys
+they see, an exact softmax in float32, and the weighted sum, with weights rounded to bfloat16. Sums
+over keys and dimensions run in the same order whatever rows are beside a row, so its result has the
+same bits in any batch and any chunk of its prompt (but for a chunk of one row, which is a decode).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,7 @@ from lorad_kernels.cpu_tiles import (
     SIDE,
     available,
     configure,
-    multiply_four,
-    multiply_one,
+    multiply,
     release,
     set_transposed,
 )
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 # What is known of a sequence: its first row, its rows, its context, its first token and its
 # tokens (rounded up to DEPTH) in the laid-out keys and values, and its block table.
 _ROW, _ROWS, _CONTEXT, _START, _PADDED, _TABLE, _KNOWN = range(7)
+# Tokens of several sequences that are laid out at once: enough work items for any CPU, and no more
+# memory than a step of the default size takes elsewhere.
+_TOGETHER = 8192
 
 
 @intrinsic
@@ -97,14 +101,9 @@ def _lay_out(arguments):  # type: ignore[no-untyped-def]
                     place += token % page * token_stride + head * dim
                     target = (region + token) * dim // 2
                     for q in range(0, dim // 2, SIDE):
+                        pair_place = place // 2 + q
                         set_transposed(
-                            keys,
-                            target + q * SIDE,
-                            k,
-                            place // 2 + q,
-                            token_stride // 2,
-                            count,
-                            SIDE,
+                            keys, target + q * SIDE, k, pair_place, token_stride // 2, count, SIDE
                         )
                 for pair in range(0, SIDE, 2):
                     _set_pairs(
@@ -129,7 +128,7 @@ def _attend(arguments):  # type: ignore[no-untyped-def]
     rows = np.zeros(SIDE * dim, np.uint16)
     totals = np.empty(SIDE * dim, np.float32)
     scores = np.empty(SIDE * (longest + SIDE), np.float32)
-    weights = np.zeros(SIDE * longest, np.uint16)
+    weights = np.empty(SIDE * longest, np.uint16)
     configure()
     for item in work_items(block):
         about, first = items[item // kv_heads * 2] * _KNOWN, items[item // kv_heads * 2 + 1]
@@ -148,20 +147,10 @@ def _attend(arguments):  # type: ignore[no-untyped-def]
                 source = (known[about + _ROW] + first + r) * q_stride + (head * group + g) * dim
                 for d in range(dim):
                     rows[r * dim + d] = q[source + d]
-            done = 0
-            while done < length:
-                if done + 4 * SIDE <= length:
-                    multiply_four(
-                        rows, 0, dim, dim, keys, key_place + done * dim // 2, SIDE,
-                        SIDE * dim // 2, SIDE * DEPTH // 2, dim, scores, done, stride,
-                    )  # fmt: skip
-                    done += 4 * SIDE
-                else:
-                    multiply_one(
-                        rows, 0, dim, dim, keys, key_place + done * dim // 2, SIDE,
-                        SIDE * dim // 2, SIDE * DEPTH // 2, dim, scores, done, stride,
-                    )  # fmt: skip
-                    done += SIDE
+            multiply(
+                rows, 0, dim, dim, keys, key_place, SIDE, SIDE * dim // 2, SIDE * DEPTH // 2, dim,
+                scores, 0, stride, length,
+            )  # fmt: skip
             for r in range(count):
                 end = position + r + 1 - begin
                 start = max(0, end - window) if window > 0 else 0
@@ -174,17 +163,10 @@ def _attend(arguments):  # type: ignore[no-untyped-def]
                 )  # fmt: skip
                 weights[r * length + end : (r + 1) * length] = 0
                 scores[r * stride] = total
-            for d in range(0, dim, SIDE):
-                if d % (4 * SIDE) == 0 and d + 4 * SIDE <= dim:
-                    multiply_four(
-                        weights, 0, length, length, values, value_place + d, dim, SIDE,
-                        DEPTH // 2 * dim, length, totals, d, dim,
-                    )  # fmt: skip
-                elif d >= dim // (4 * SIDE) * (4 * SIDE):
-                    multiply_one(
-                        weights, 0, length, length, values, value_place + d, dim, SIDE,
-                        DEPTH // 2 * dim, length, totals, d, dim,
-                    )  # fmt: skip
+            multiply(
+                weights, 0, length, length, values, value_place, dim, SIDE, DEPTH // 2 * dim,
+                length, totals, 0, dim, dim,
+            )  # fmt: skip
             for r in range(count):
                 row = known[about + _ROW] + first + r
                 inverse = float32(1.0) / scores[r * stride]
@@ -209,21 +191,61 @@ def serves(q: Tensor, k_cache: Tensor) -> bool:
     return fits and q.dtype is k_cache.dtype is torch.bfloat16 and available()
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Sequences that are laid out together."""
+
+    known: Tensor
+    pieces: Tensor  # (sequence, first token), to lay out
+    blocks: Tensor  # (sequence, first row), to attend
+    tokens: int  # rounded up to DEPTH each
+    longest: int  # context, rounded up
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // DEPTH) * DEPTH
+
+
 @lru_cache(maxsize=4)
 def _work(
-    query_starts: tuple[int, ...], context_lens: tuple[int, ...], num_decodes: int
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """What is known of the sequences, work items to lay out and to attend, and all tokens."""
-    known: list[tuple[int, ...]] = []
-    pieces, blocks, tokens = [], [], 0
+    query_starts: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    num_decodes: int,
+    window: int | None,
+) -> tuple[_Work, ...]:
+    """All sequences behind the decodes, in groups of _TOGETHER tokens at most, or of one."""
+    groups: list[list[int]] = []
+    tokens = _TOGETHER
     for i in range(num_decodes, len(context_lens)):
-        rows, context = query_starts[i + 1] - query_starts[i], context_lens[i]
-        padded = -(-context // DEPTH) * DEPTH
-        pieces += [(len(known), token) for token in range(0, context, DEPTH)]
-        blocks += [(len(known), row) for row in range(0, rows, SIDE)]
-        known.append((query_starts[i], rows, context, tokens, padded, i))
-        tokens += padded
-    return torch.tensor(known), torch.tensor(pieces), torch.tensor(blocks), tokens
+        if tokens + context_lens[i] > _TOGETHER:
+            groups.append([])
+            tokens = 0
+        groups[-1].append(i)
+        tokens += context_lens[i]
+    return tuple(_together(group, query_starts, context_lens, window) for group in groups)
+
+
+def _together(
+    sequences: Sequence[int],
+    query_starts: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    window: int | None,
+) -> _Work:
+    known: list[tuple[int, ...]] = []
+    pieces: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int]] = []
+    tokens = 0
+    for i in sequences:
+        row, context = query_starts[i], context_lens[i]
+        rows = query_starts[i + 1] - row
+        seen = max(0, context - rows + 1 - window) // DEPTH * DEPTH if window else 0
+        pieces += [(len(known), token) for token in range(seen, context, DEPTH)]
+        blocks += [(len(known), first) for first in range(0, rows, SIDE)]
+        known.append((row, rows, context, tokens, _padded(context), i))
+        tokens += _padded(context)
+    longest = max(_padded(context_lens[i]) for i in sequences)
+    tensors = torch.tensor(known), torch.tensor(pieces), torch.tensor(blocks)
+    return _Work(*tensors, tokens, longest)
 
 
 def prefill(
@@ -240,19 +262,19 @@ def prefill(
 
     q: `[rows, heads, head_dim]` with contiguous heads; out the same, contiguous.
     """
-    known, pieces, blocks, tokens = _work(batch.query_starts, batch.context_lens, batch.num_decodes)
-    kv_heads, dim = k_cache.shape[2:]
-    keys, values = (
-        cpu_activations.empty((tokens, kv_heads, dim // 2), torch.int32) for _ in range(2)
-    )
-    LAY_OUT(
-        len(pieces), 4 * keys.nbytes, k_cache, v_cache, kv_heads, dim, k_cache.shape[1],
-        k_cache.stride(0), k_cache.stride(1), batch.block_tables, batch.block_tables.stride(0),
-        known, pieces, keys, values,
-    )  # fmt: skip
-    longest = max(batch.context_lens[batch.num_decodes :])
-    ATTEND(
-        len(blocks) * kv_heads, out.nbytes * 8, q, q.stride(0), kv_heads, q.shape[1] // kv_heads,
-        dim, known, blocks, keys, values, -(-longest // DEPTH) * DEPTH, sliding_window or 0,
-        float_bits(scale), out,
-    )  # fmt: skip
+    (kv_heads, dim), group = k_cache.shape[2:], q.shape[1] // k_cache.shape[2]
+    for work in _work(batch.query_starts, batch.context_lens, batch.num_decodes, sliding_window):
+        keys, values = (
+            cpu_activations.empty((work.tokens, kv_heads, dim // 2), torch.int32) for _ in range(2)
+        )
+        LAY_OUT(
+            len(work.pieces), 4 * keys.nbytes, k_cache, v_cache, kv_heads, dim, k_cache.shape[1],
+            k_cache.stride(0), k_cache.stride(1),
+            batch.block_tables, batch.block_tables.stride(0),
+            work.known, work.pieces, keys, values,
+        )  # fmt: skip
+        ATTEND(
+            len(work.blocks) * kv_heads, out.nbytes * 8, q, q.stride(0), kv_heads, group, dim,
+            work.known, work.blocks, keys, values, work.longest, sliding_window or 0,
+            float_bits(scale), out,
+        )  # fmt: skip

@@ -78,9 +78,9 @@ class KernelQueue:
 
     def holds(self, nbytes: int) -> None:
         """So much more memory waits for this queue, and cannot be used again before it has run."""
-        self._held += nbytes
-        if self._held > _MOST_HELD:
+        if self._held + nbytes > _MOST_HELD:
             self.run()
+        self._held += nbytes
 
     def run(self) -> None:
         self._held = 0
@@ -93,7 +93,8 @@ class KernelQueue:
 
 @contextmanager
 def queued() -> Iterator[None]:
-    """Inside, kernels of this thread are queued, until `cpu_threads.finish` or the end.
+    """Inside, kernels of this thread are queued: until `cpu_threads.finish`, or the end, or until
+    much memory waits for them.
 
     Inside a `record` they are recorded as all others are.
     """
@@ -127,7 +128,7 @@ class _Recording:
         self.keep.append(keep)
 
     def holds(self, nbytes: int) -> None:
-        """All of it, for as long as the recording lives."""
+        """Nothing to do: a recording keeps everything, for as long as it lives."""
 
     def run(self) -> None:
         raise NotRecordable

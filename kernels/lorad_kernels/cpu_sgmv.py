@@ -1,8 +1,8 @@
 """LoRA of long segments on Intel's matrix unit (AMX), in bfloat16.
 
-The factors of each adapter are laid out once as the unit takes them, then a work item is some
-rows of one segment: x A^T, kept to 16 bits as the sum of two bfloat16, times B^T, added to y with
-one rounding. A row's result has the same bits whatever rows are beside it.
+First the factors of each adapter are laid out as the unit takes them, once for all its rows. Then
+a work item is some rows of one segment: x A^T, kept to 16 bits as the sum of two bfloat16, times
+B^T, added to y with one rounding. A row's result has the same bits whatever is beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from lorad_kernels.cpu_tiles import (
     SIDE,
     available,
     configure,
-    multiply_four,
-    multiply_one,
+    multiply,
     release,
     set_transposed,
 )
@@ -138,21 +137,10 @@ def _apply(arguments):  # type: ignore[no-untyped-def]
                         for i in range(width):
                             rows[r * width + i] = x[(t + r) * x_stride + i]
                     source, x_place, row_stride = rows, 0, width
-                first = 0
-                while first < ranks:
-                    there = a_place + first * width // 2
-                    if first + _BLOCK <= ranks:
-                        multiply_four(
-                            source, x_place, row_stride, width, a, there, SIDE, SIDE * width // 2,
-                            SIDE * DEPTH // 2, width, h, first, most_rank,
-                        )  # fmt: skip
-                        first += _BLOCK
-                    else:
-                        multiply_one(
-                            source, x_place, row_stride, width, a, there, SIDE, SIDE * width // 2,
-                            SIDE * DEPTH // 2, width, h, first, most_rank,
-                        )  # fmt: skip
-                        first += SIDE
+                multiply(
+                    source, x_place, row_stride, width, a, a_place, SIDE, SIDE * width // 2,
+                    SIDE * DEPTH // 2, width, h, 0, most_rank, ranks,
+                )  # fmt: skip
                 for r in range(SIDE):
                     high = (t - start + r) * 2 * depth
                     _set_split(halves, high, high + depth, rank, h, r * most_rank)
@@ -162,17 +150,10 @@ def _apply(arguments):  # type: ignore[no-untyped-def]
                 columns = min(_BLOCK, starts[s + 1] - n)
                 for t in range(start, end, SIDE):
                     high, there = (t - start) * 2 * depth, b_place + (n - starts[s]) * depth // 2
-                    if columns == _BLOCK:
-                        multiply_four(
-                            halves, high, 2 * depth, 2 * depth, b, there, SIDE, SIDE * depth // 2,
-                            SIDE * DEPTH // 2, depth, sums, 0, _BLOCK,
-                        )  # fmt: skip
-                    else:
-                        for i in range(0, columns, SIDE):
-                            multiply_one(
-                                halves, high, 2 * depth, 2 * depth, b, there + i * depth // 2,
-                                SIDE, SIDE * depth // 2, SIDE * DEPTH // 2, depth, sums, i, _BLOCK,
-                            )  # fmt: skip
+                    multiply(
+                        halves, high, 2 * depth, 2 * depth, b, there, SIDE, SIDE * depth // 2,
+                        SIDE * DEPTH // 2, depth, sums, 0, _BLOCK, columns,
+                    )  # fmt: skip
                     for r in range(min(SIDE, end - t)):
                         target = (t + r) * y_stride + n
                         add_scaled(y, target, columns, sums, r * _BLOCK, scaling)
@@ -187,16 +168,14 @@ def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
     return (LAY_OUT, APPLY) if dtype is torch.bfloat16 and available() else ()
 
 
-def serves(
-    y: Tensor, x: Tensor, slab: Tensor, table: FactorTable, slice_starts: Sequence[int]
-) -> bool:
+def serves(y: Tensor, x: Tensor, slab: Tensor, slice_starts: Sequence[int]) -> bool:
     """Whether `add_long` computes this dtype and layout on this machine."""
     if not available():
         return False
     alike = y.dtype is x.dtype is slab.dtype is torch.bfloat16
     fits = y.stride(1) == x.stride(1) == 1 and x.shape[1] % DEPTH == 0
     whole = all(start % SIDE == 0 for start in slice_starts)
-    return alike and fits and whole and table.in_pairs
+    return alike and fits and whole
 
 
 def add_long(
@@ -207,10 +186,17 @@ def add_long(
     slice_starts: Sequence[int],
     segments: LoraSegments,
 ) -> None:
-    """`ops.add_lora` for the long segments of a batch; rows of y and x are contiguous."""
-    slots, pieces = segments.long_pieces(_ROWS)
+    """`ops.add_lora` for the long segments of a batch; rows of y and x are contiguous.
+
+    Leaves out the `odd_slots` of the table.
+    """
+    slots, pieces = segments.long_pieces(_ROWS, table.odd_slots)
+    if not len(slots):
+        return
     slices, width = len(slice_starts) - 1, x.shape[1]
-    most_rank = -(-table.max_rank // DEPTH) * DEPTH
+    most_rank = -(-int(table.packed[slots.numpy(), :, 0].max()) // DEPTH) * DEPTH
+    if most_rank == 0:
+        return
     a = cpu_activations.empty((len(slots), slices, most_rank, width // 2), torch.int32)
     b = cpu_activations.empty((len(slots), y.shape[1], most_rank // 2), torch.int32)
     starts = constant(tuple(slice_starts))

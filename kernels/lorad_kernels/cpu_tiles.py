@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -64,7 +65,7 @@ def release(typingctx):  # type: ignore[no-untyped-def]
     return types.void(), generate
 
 
-def multiply_tiles(columns: int) -> Callable[..., None]:
+def _multiply_tiles(columns: int) -> Callable[..., None]:
     """`columns` tiles side by side: out[m, n] = sum over k of a[m, k] b[k, n].
 
     a: 16 rows of bfloat16. b: pairs of neighbours along k as uint32, of which a row is `b_row`
@@ -109,7 +110,30 @@ def multiply_tiles(columns: int) -> Callable[..., None]:
     return multiply  # type: ignore[no-any-return]
 
 
-multiply_one, multiply_four = multiply_tiles(1), multiply_tiles(4)
+_multiply_one, _multiply_four = _multiply_tiles(1), _multiply_tiles(4)
+
+
+@numba.njit
+def multiply(  # type: ignore[no-untyped-def]
+    a, a_offset, a_row, depth, b, b_offset, b_row, b_tile, b_step, b_depth,
+    out, out_offset, out_row, columns,
+):  # fmt: skip
+    """`_multiply_tiles` for any multiple of SIDE columns."""
+    done = 0
+    while done < columns:
+        place = b_offset + done // SIDE * b_tile
+        if done + 4 * SIDE <= columns:
+            _multiply_four(
+                a, a_offset, a_row, depth, b, place, b_row, b_tile, b_step, b_depth,
+                out, out_offset + done, out_row,
+            )  # fmt: skip
+            done += 4 * SIDE
+        else:
+            _multiply_one(
+                a, a_offset, a_row, depth, b, place, b_row, b_tile, b_step, b_depth,
+                out, out_offset + done, out_row,
+            )  # fmt: skip
+            done += SIDE
 
 
 @intrinsic

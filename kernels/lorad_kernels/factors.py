@@ -67,9 +67,10 @@ class FactorTable:
         return 16 if self._fixed else alignment(self.packed)
 
     @cached_property
-    def in_pairs(self) -> bool:
-        """Whether every factor, and every row of B, begins at a multiple of two elements."""
-        return not self._fixed and not (self.packed[:, :, :3] & 1).any()
+    def odd_slots(self) -> tuple[int, ...]:
+        """Adapters of which a factor, or a row of B, begins between two pairs of elements."""
+        odd = (self.packed[:, :, :3] & 1).any(axis=(1, 2))
+        return tuple(np.flatnonzero(odd).tolist())
 
     def __len__(self) -> int:
         return len(self._rows)

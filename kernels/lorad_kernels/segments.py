@@ -90,20 +90,21 @@ class LoraSegments:
     def long(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.is_long)
 
-    def long_pieces(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The slots of long segments, each once, and `[n, 4]` pieces of these on the CPU.
+    def long_pieces(self, rows: int, without: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        """The slots of the long segments, but for some, and `[n, 4]` pieces of the segments.
 
-        A piece is start, end, slot, and the slot's place among the slots.
+        A slot is there once. A piece is start, end, slot, and the slot's place among the slots.
         """
-        if rows not in self._long_pieces:
+        if (rows, without) not in self._long_pieces:
             pieces = self.pieces(rows, is_long=True)
+            pieces = pieces[~np.isin(pieces[:, 2], without)]
             slots, places = np.unique(pieces[:, 2], return_inverse=True)
-            whole = np.column_stack([pieces, places])
-            self._long_pieces[rows] = torch.from_numpy(slots), torch.from_numpy(whole)
-        return self._long_pieces[rows]
+            found = torch.from_numpy(slots), torch.from_numpy(np.column_stack([pieces, places]))
+            self._long_pieces[rows, without] = found
+        return self._long_pieces[rows, without]
 
     @cached_property
-    def _long_pieces(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def _long_pieces(self) -> dict[tuple[int, tuple[int, ...]], tuple[Tensor, Tensor]]:
         return {}
 
 
