@@ -1,12 +1,13 @@
-"""Time of a decode step on the CPU: batch x distinct adapters, against the bytes it must read.
+"""Time of a step on the CPU: batch x distinct adapters, against the bytes it must read.
 
     python kernels/bench/bench_cpu.py --model ~/.cache/lorad/models/SmolLM2-135M-Instruct
+    python kernels/bench/bench_cpu.py --model ... --rows 128 --context 128   # whole prompts
 
-Each case is one forward pass of one row per sequence over a context of `--context` tokens, and
-the choice of the greedy token. Adapters are random, on all linear layers, their ranks cycling
-through `--ranks`. Cases are measured in turns, so that a slow spell of the machine meets all of
-them, and the least time counts. The floor is the bytes of the weights, the K and V and the used
-adapters, each once, at the read bandwidth measured in the same run.
+Each case is one forward pass of `--rows` new tokens per sequence, at the end of a context of
+`--context` tokens, and the choice of the greedy token. Adapters are random, on all linear layers,
+their ranks cycling through `--ranks`. Cases are measured in turns, so that a slow spell of the
+machine meets all of them, and the least time counts. The floor is the bytes of the weights, the
+K and V and the used adapters, each once, at the read bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 @torch.inference_mode()
-def measure(bench: DecodeStep, points: list[tuple[int, int]], turns: int) -> list[Case]:
-    steps = [_again(bench, bench.batch(size, adapters)) for size, adapters in points]
+def measure(bench: DecodeStep, points: list[tuple[int, int]], rows: int, turns: int) -> list[Case]:
+    steps = [_again(bench, bench.batch(size, adapters, rows)) for size, adapters in points]
     least = [float("inf")] * len(points)
     bandwidth = 0.0
     for turn in range(turns + 1):  # the first one compiles and warms up
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 8, 32])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=1, help="new tokens of each sequence")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -128,12 +130,18 @@ def main() -> None:
         max_positions=options.context,
     )
     bench = DecodeStep.prepare(decoder, options.context, max(options.batches), ranks)
-    cases = measure(bench, points, options.turns)
-    print(f"threads {torch.get_num_threads()}, {options.dtype}, context {options.context}")
+    cases = measure(bench, points, options.rows, options.turns)
+    where = f"context {options.context}, {options.rows} new tokens each"
+    print(f"threads {torch.get_num_threads()}, {options.dtype}, {where}")
     print(table(cases))
     if options.json:
         rows = [asdict(case) for case in cases]
-        result = {"threads": torch.get_num_threads(), "context": options.context, "cases": rows}
+        result = {
+            "threads": torch.get_num_threads(),
+            "context": options.context,
+            "rows": options.rows,
+            "cases": rows,
+        }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

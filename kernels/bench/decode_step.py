@@ -1,4 +1,4 @@
-"""One decode step of a model with random adapters: what the benchmarks here measure."""
+"""One step of a model with random adapters: what the benchmarks here measure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lorad_kernels import (
     AttentionBatch,
     base_linear,
     group_rows,
+    long_rows,
     pack_adapter,
     row_max,
     step_tables,
@@ -58,38 +59,40 @@ class DecodeStep:
         kv = KVCacheViews(*slab.kv_views(shape))
         return cls(decoder, slab, kv, _placed(layouts, slab), sizes, context)
 
-    def batch(self, size: int, adapters: int) -> ForwardBatch:
-        """`size` sequences of one new token each; the first `adapters` adapters in turn."""
+    def batch(self, size: int, adapters: int, rows: int = 1) -> ForwardBatch:
+        """`size` sequences of `rows` new tokens each; the first `adapters` adapters in turn."""
         device = self.decoder.device
-        blocks, position = -(-self.context // BLOCK), self.context - 1
+        blocks = -(-self.context // BLOCK)
         first = self.slab.num_pages - size * blocks
         tables = torch.arange(first, self.slab.num_pages, device=device).view(size, blocks)
+        positions = torch.arange(self.context - rows, self.context, device=device)
         attention = AttentionBatch(
-            query_starts=tuple(range(size + 1)),
+            query_starts=tuple(range(0, size * rows + 1, rows)),
             context_lens=(self.context,) * size,
-            num_decodes=size,
+            num_decodes=size if rows == 1 else 0,
             block_tables=tables,
             context_lens_device=torch.full((size,), self.context, device=device),
-            kv_pages=tables[:, position // BLOCK].contiguous(),
-            kv_offsets=torch.full((size,), position % BLOCK, device=device),
+            kv_pages=tables[:, positions // BLOCK].flatten(),
+            kv_offsets=(positions % BLOCK).repeat(size),
         )
-        rows = torch.arange(size, device=device)
+        tokens = torch.arange(size * rows, device=device)
         return ForwardBatch(
-            token_ids=rows * 977 % self.decoder.config.shape.vocab_size,
-            positions=torch.full((size,), position, device=device),
+            token_ids=tokens * 977 % self.decoder.config.shape.vocab_size,
+            positions=positions.repeat(size),
             attention=attention,
-            logits_rows=rows,
-            lora=self._lora(size, adapters),
+            logits_rows=tokens[rows - 1 :: rows].contiguous(),
+            lora=self._lora(size, adapters, rows),
         )
 
-    def _lora(self, size: int, adapters: int) -> LoraBatch | None:
+    def _lora(self, size: int, adapters: int, rows: int) -> LoraBatch | None:
         if not adapters:
             return None
         used = self.adapters[:adapters]
         packed = [pack_adapter(adapter) for adapter in used]
         tables = step_tables(used, packed, self.decoder.device)
-        slots = sorted(row % adapters for row in range(size))
-        return LoraBatch(self.slab.data, tables, group_rows(slots, [1] * size))
+        slots = sorted(i % adapters for i in range(size))
+        most = long_rows(self.decoder.device, self.decoder.dtype)
+        return LoraBatch(self.slab.data, tables, group_rows(slots, [rows] * size, most))
 
     def run(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Logits' greatest value and token of each row."""
