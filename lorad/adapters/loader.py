@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from lorad.adapter_ref import AdapterRef
@@ -17,9 +14,6 @@ from lorad.adapters.weights import AdapterWeights
 from lorad.errors import LoradError
 
 log = logging.getLogger(__name__)
-
-# With it a thread gets about a quarter of a core that a step wants too (sched(7)).
-_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +70,6 @@ class AdapterLoader:
         self._thread.join(timeout=30)
 
     def _run(self) -> None:
-        _let_others_first()
         while (asked := self._next()) is not None:
             self._on_done(self._load(*asked))
 
@@ -99,10 +92,3 @@ class AdapterLoader:
             failed = LoradError("adapter.load_failed", f"{ref} could not be loaded: {error}")
             return LoadResult(ref, time.monotonic() - start, error=failed, queued=queued)
         return LoadResult(ref, time.monotonic() - start, weights=weights, queued=queued)
-
-
-def _let_others_first() -> None:
-    """Steps go before loads where both want a core: Linux has a niceness for each thread."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
