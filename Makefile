@@ -5,13 +5,13 @@ BIN = $(VENV)/bin
 # Where the demo's daemon keeps its socket, registry and log.
 DEMO ?= .demo
 
-.PHONY: help demo serve stop test lint docs bench bench-memory bench-kernels soak train clean
+.PHONY: help demo serve stop test lint docs bench bench-http bench-memory bench-kernels soak train clean
 help:
 	@echo "make demo    two fine-tunes of a real model in one batch, promote and rollback under load"
 	@echo "make serve   the same daemon, left running, with the lines to try"
 	@echo "make stop    end the daemon of make serve"
 	@echo "make test    everything CI runs: lint, types, tests"
-	@echo "make bench   tokens a second against PEFT, in one run"
+	@echo "make bench   tokens a second against PEFT, in one run; make bench-http: by adapters in the batch"
 	@echo "make bench-memory   fragmentation, host cache, slots, registry; make bench-kernels: a decode step"
 	@echo "make soak    longer runs: adapters, stalls, churn, traffic, kill -9, the admin API's schema"
 	@echo "make docs    write man pages and completions again from the programs"
@@ -39,6 +39,9 @@ docs: $(VENV)/.test
 
 bench: $(VENV)/.demo
 	$(BIN)/python examples/bench.py
+
+bench-http: $(VENV)/.demo
+	$(BIN)/python examples/bench_http.py
 
 bench-memory: $(VENV)/.demo
 	for part in fragmentation host-cache slots; do $(BIN)/python examples/bench_memory.py $$part || exit 1; done
