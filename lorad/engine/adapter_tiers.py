@@ -89,7 +89,10 @@ class AdapterTiers:
         self.lookups[self._tier(ref.digest)] += 1
 
     def prepare(self, ref: AdapterRef, reason: LoadReason = "request") -> Readiness:
-        """Bring an adapter one step nearer to the device; "ready" when it is there."""
+        """Bring an adapter one step nearer to the device; "ready" when it is there.
+
+        For a request its first layer is enough: its prefill waits for the others as it goes.
+        """
         state = self._pool.state(ref.digest)
         if state is None:
             weights = self._arrived.get(ref.digest) or self._host.get(ref.digest)
@@ -100,8 +103,10 @@ class AdapterTiers:
             if state == "no_room" and not self._pool.could_fit(weights.layout):
                 return "too_large"
             self._states.changed(ref.digest)
-            if state in ("ready", "copying"):
+            if state in ("ready", "arriving", "copying"):
                 self._keep_on_host(ref.digest)
+        if state == "arriving" and reason == "request":
+            return "ready"
         if state in ("ready", "no_room"):
             return state
         return "loading"

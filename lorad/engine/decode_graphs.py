@@ -143,6 +143,8 @@ class DecodeGraphs:
 
     def run(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """As EagerSteps.run, of a step that is served; valid until the next one."""
+        for upload in step.arriving:
+            upload.order_after(-1)
         self.fill(step)
         return self.replay()
 

@@ -71,7 +71,8 @@ class EagerSteps:
     def _forward_batch(self, step: StepInputs) -> ForwardBatch:
         lora = None
         if step.segments is not None:
-            lora = LoraBatch(self._slab.data, self._tables.of(step.adapters), step.segments)
+            tables = self._tables.of(step.adapters)
+            lora = LoraBatch(self._slab.data, tables, step.segments, step.arriving)
         return ForwardBatch(
             token_ids=self._tensor(step.token_ids),
             positions=self._tensor(step.positions),

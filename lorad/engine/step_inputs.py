@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from lorad.engine.adapter_tiers import AdapterTiers
 from lorad.engine.scheduler import ScheduledBatch, ScheduledSequence
+from lorad.memory.adapter_pool import ResidentAdapter
+from lorad.memory.upload import Upload
 
 _PACKED_KEPT = 256
 
@@ -29,6 +31,7 @@ class StepInputs:
     logits_rows: list[int]
     segments: LoraSegments | None  # None when all rows are the base model's
     adapters: list[AdapterFactors]  # by slot
+    arriving: tuple[Upload, ...] = ()  # of adapters whose last layers are still being copied
 
     @property
     def num_decodes(self) -> int:
@@ -58,7 +61,7 @@ def step_inputs(
         starts.append(len(token_ids))
         if item.samples:
             logits_rows.append(len(token_ids) - 1)
-    segments, adapters = _lora(batch.items, tiers, most_rows)
+    segments, resident = _lora(batch.items, tiers, most_rows)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
@@ -69,18 +72,19 @@ def step_inputs(
         block_tables=[item.sequence.block_table for item in batch.items],
         logits_rows=logits_rows,
         segments=segments,
-        adapters=adapters,
+        adapters=[adapter.factors for adapter in resident],
+        arriving=tuple(adapter.upload for adapter in resident if not adapter.upload.done),
     )
 
 
 def _lora(
     items: tuple[ScheduledSequence, ...], tiers: AdapterTiers, most_rows: int
-) -> tuple[LoraSegments | None, list[AdapterFactors]]:
+) -> tuple[LoraSegments | None, list[ResidentAdapter]]:
     digests = list(dict.fromkeys(i.sequence.digest for i in items if i.sequence.digest))
     if not digests:
         return None, []
-    factors = [a.factors for digest in digests if (a := tiers.get(digest))]
-    if len(factors) < len(digests):
+    resident = [adapter for digest in digests if (adapter := tiers.get(digest))]
+    if len(resident) < len(digests):
         raise RuntimeError("a running adapter is not on the device")
     slots = {digest: slot for slot, digest in enumerate(digests)}
     segments = group_rows(
@@ -88,7 +92,7 @@ def _lora(
         [i.count for i in items],
         most_rows,
     )
-    return segments, list(factors)
+    return segments, resident
 
 
 class PackedAdapters:

@@ -22,8 +22,9 @@ from lorad.memory.upload import Upload, Uploader
 from lorad.sizing.adapter_size import AdapterLayout
 from lorad.sizing.memory_plan import pages_for
 
-# "moving" and "copying" end by themselves: ask again in the next step.
-UploadState = Literal["ready", "copying", "moving", "no_room"]
+# "moving", "copying" and "arriving" end by themselves: ask again in the next step. Of one that is
+# "arriving" the first layer is there.
+UploadState = Literal["ready", "arriving", "copying", "moving", "no_room"]
 
 Factors = tuple[tuple[tuple[LoraFactors, ...], ...], ...]
 
@@ -106,7 +107,7 @@ class AdapterPool:
         return list(self._resident.values())
 
     def any_copying(self) -> bool:
-        self._copying = {d for d in self._copying if self.state(d) == "copying"}
+        self._copying = {d for d in self._copying if self.state(d) in ("copying", "arriving")}
         return bool(self._copying)
 
     def pages_for(self, layout: AdapterLayout) -> int:
@@ -118,11 +119,13 @@ class AdapterPool:
         return pinned + self.pages_for(layout) <= self._pool.adapter_limit
 
     def state(self, digest: str) -> UploadState | None:
-        """Of an adapter that has its pages: "ready" or "copying". None for another."""
+        """Of an adapter that has its pages: "ready", "arriving" or "copying". None for another."""
         adapter = self._resident.get(digest)
         if adapter is None:
             return None
-        return "ready" if adapter.upload.done else "copying"
+        if adapter.upload.done:
+            return "ready"
+        return "arriving" if adapter.upload.begun else "copying"
 
     def upload(self, weights: AdapterWeights) -> UploadState:
         """Copy an adapter into a run of pages, for which others may be moved or evicted.
@@ -207,7 +210,7 @@ class AdapterPool:
             first,
             count,
             self._slab.page_elements,
-            self._uploader.start(target, weights.data),
+            self._uploader.start(target, weights.data, weights.layout),
         )
         self._resident[weights.digest] = self._at_page[first] = adapter
         self._copying.add(weights.digest)

@@ -1,28 +1,45 @@
 """Copies adapters from host memory into the slab without holding up the steps.
 
-On CUDA: from pinned memory, on a stream of its own, ordered after the work that last read those
-pages and before the first step that reads them. On a CPU a copy is a copy.
+On CUDA: from pinned memory, on a stream of its own, layer by layer, ordered after the work that
+last read those pages and before what reads them: a prefill may start when the first layer is
+there, and each layer of it waits, on the device, for its own. On a CPU a copy is a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
+
+from lorad.sizing.adapter_size import AdapterLayout
 
 
 class Upload:
     """One copy that may still run. Keeps its source alive until it is done."""
 
-    def __init__(self, source: Tensor, event: torch.cuda.Event | None) -> None:
-        self._source: Tensor | None = source if event is not None else None
-        self._event = event
+    def __init__(self, source: Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
+        """An event for each layer, in order; none when the copy has ended."""
+        self._source: Tensor | None = source if events else None
+        self._events = events
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first layer is there; never waits."""
+        return not self._events or self._events[0].query()
 
     @property
     def done(self) -> bool:
         """Whether the copy has ended; never waits."""
-        if self._event is not None and self._event.query():
-            self._event = self._source = None
-        return self._event is None
+        if self._events and self._events[-1].query():
+            self._events, self._source = (), None
+        return not self._events
+
+    def order_after(self, layer: int) -> None:
+        """Have the device do what it is given next after it has copied a layer; -1 is the last."""
+        if self._events:
+            torch.cuda.current_stream().wait_event(self._events[layer])
 
 
 class Uploader:
@@ -30,26 +47,38 @@ class Uploader:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, target: Tensor, source: Tensor) -> Upload:
-        """Copy a host tensor into a part of the slab; both 1-D, one dtype and length.
+    def start(self, target: Tensor, source: Tensor, layout: AdapterLayout) -> Upload:
+        """Copy a packed adapter into a part of the slab; both 1-D, one dtype and length.
 
         On CUDA `source` should be pinned: from pageable memory the copy waits for the host.
         """
         if self._stream is None:
             target.copy_(source)
-            return Upload(source, None)
+            return Upload(source)
         # Kernels of earlier steps may still read what lay in these pages.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        events = []
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return Upload(source, event)
+            for start, end in pairwise([0, *layer_ends(layout, source.numel())]):
+                target[start:end].copy_(source[start:end], non_blocking=True)
+                events.append(torch.cuda.Event())
+                events[-1].record(self._stream)
+        return Upload(source, events)
 
     def join(self) -> None:
         """Order all copies before whatever the device is given next: for who moves pages."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def layer_ends(layout: AdapterLayout, elements: int) -> list[int]:
+    """Where each layer ends among the packed elements, in which layers follow one another."""
+    ends, following = [], elements
+    for layer in reversed(layout.slices):
+        ends.append(following)
+        starts = [part.a_offset for projection in layer for part in projection if part.rank]
+        following = min(starts, default=following)
+    return ends[::-1]
 
 
 def pinned(weights: Tensor, device: torch.device) -> Tensor:

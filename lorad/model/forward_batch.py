@@ -20,6 +20,14 @@ class Deltas(Protocol):
         ...
 
 
+class Arriving(Protocol):
+    """An adapter of which not all layers may be on the device yet."""
+
+    def order_after(self, layer: int) -> None:
+        """Have the device do what it is given next after it has that layer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
     """Which rows use which resident adapter. A base-only batch has none of this."""
@@ -27,10 +35,14 @@ class LoraBatch:
     slab: Tensor  # 1-D, serving dtype
     tables: Sequence[Sequence[FactorTable]]  # [layer][projection], each by slot and slice
     segments: LoraSegments
+    arriving: Sequence[Arriving] = ()
 
     def add(
         self, y: Tensor, x: Tensor, layer: int, projection: int, slice_starts: Sequence[int]
     ) -> None:
+        if projection == 0:  # the first of a layer
+            for upload in self.arriving:
+                upload.order_after(layer)
         add_lora(y, x, self.slab, self.tables[layer][projection], slice_starts, self.segments)
 
 
