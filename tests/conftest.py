@@ -21,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# A run in the background inherits an ignored Ctrl-C, and so would every program started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # What groups of test files share asserts too: failures there are to show the values.
 pytest.register_assert_rewrite(
     "admin_process", "openai_site", "registry_on_disk", "scheduler_bench"

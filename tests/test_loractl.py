@@ -338,7 +338,7 @@ def test_interrupted_push_leaves_nothing(setup: Setup, tmp_path: Path) -> None:
         for _ in range(3):
             assert client.stdout.readline() == b"sent\n"
         client.send_signal(number)
-        client.communicate()
+        client.communicate(timeout=60)
         deadline = time.monotonic() + 5
         while list((setup.state / "store" / ".staging").iterdir()):
             assert time.monotonic() < deadline
@@ -355,7 +355,7 @@ def test_watch_prints_one_json_line_each_time(tinker: Setup) -> None:
     documents = [json.loads(watching.stdout.readline()) for _ in range(3)]
     assert [document["schema"] for document in documents] == ["lorad/status/v1"] * 3
     watching.send_signal(signal.SIGINT)
-    watching.communicate()
+    watching.communicate(timeout=60)
     assert watching.returncode == 130
 
 

@@ -284,7 +284,7 @@ def test_watch_as_json_is_the_list_and_then_its_changes(daemon: Daemon) -> None:
     event = json.loads(watching.stdout.readline())
     assert (event["id"], event["action"]) == (first["cursor"] + 1, "promote")
     watching.send_signal(signal.SIGINT)
-    watching.communicate()
+    watching.communicate(timeout=60)
     assert watching.returncode == 130
 
 
