@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from admin_process import Daemon, error
+from admin_process import Daemon, error, live
 from admin_process import adapters as adapters
 from admin_process import daemon as daemon
+from admin_process import tinker as tinker
 
 ATTACKS = [
     "../x", "..", ".", "/etc", "a/../../b", "a\\..\\b", "", "a/", "/a", "a/b/c", "-rf", "nul\0",
@@ -27,6 +28,29 @@ def test_attack_names_are_refused(daemon: Daemon) -> None:
     assert {entry.name for entry in daemon.state.iterdir()} == {
         *("registry.db", "registry.db-shm", "registry.db-wal", "store")
     }
+
+
+def test_half_a_character_is_refused_wherever_it_stands(tinker: Daemon) -> None:
+    half = r'"\ud800"'
+    promote = "/v1/adapters/tinker:promote"
+    for path, body in (
+        (promote, f'{{"version": {half}}}'),
+        (promote, f'{{"version": "v2", "reason": {half}}}'),
+        (promote, f'{{"version": "v2", "checks": [{{"prompt": {half}, "must_contain": "x"}}]}}'),
+        (promote, f'{{{half}: "v2"}}'),
+        ("/v1/adapters/tinker:retire", f'{{"reason": {half}}}'),
+        ("/v1/uploads", f'{{"name": {half}}}'),
+        ("/v1/uploads", f'{{"name": "up", "message": {half}}}'),
+    ):
+        answer = tinker.http.post(path, content=body.encode())
+        assert error(answer) == (400, "request.invalid"), body
+    assert live(tinker) == "v1"
+    assert tinker.staged() == []
+
+
+def test_a_field_that_is_given_twice_is_refused(tinker: Daemon) -> None:
+    answer = tinker.http.post("/v1/gc?dry_run=1", content=b'{"keep": 1, "keep": 0}')
+    assert error(answer) == (400, "request.invalid")
 
 
 def test_huge_body_is_refused(daemon: Daemon) -> None:

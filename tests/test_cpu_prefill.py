@@ -174,9 +174,9 @@ def test_a_block_is_lent_again_when_the_last_view_of_it_is_gone():
 
 def test_blocks_that_nobody_uses_are_kept_up_to_a_limit():
     blocks = cpu_activations.Blocks()
-    lent = [blocks.lend(48 << 20) for _ in range(8)]
+    lent = [blocks.lend(24 << 20) for _ in range(8)]
     del lent
-    assert 200 << 20 < blocks.free_bytes <= 256 << 20
+    assert 100 << 20 < blocks.free_bytes <= 128 << 20
 
 
 def test_activations_have_the_shape_asked_for():

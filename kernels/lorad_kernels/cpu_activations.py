@@ -18,7 +18,7 @@ from lorad_kernels.cpu_threads import current_queue
 
 _LEAST = 2**20  # bytes; smaller ones stay in the caches wherever they lie
 _UNIT = 2 * 2**20
-_KEPT = 256 * 2**20  # of blocks that nobody uses
+_KEPT = 128 * 2**20  # of blocks that nobody uses
 
 
 class Blocks:

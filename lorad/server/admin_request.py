@@ -15,6 +15,7 @@ from lorad.errors import LoradError
 from lorad.registry.records import Who
 from lorad.server.admin_context import context
 from lorad.server.admin_fields import Fields, invalid
+from lorad.server.fields import parse_object
 from lorad.wire import ROUTE_WORDS
 
 _BODY_LIMIT = 64 << 10
@@ -135,12 +136,12 @@ async def read_json(request: Request, limit: int = _BODY_LIMIT) -> dict[str, Any
     body = await read_body(request, limit)
     if not body:
         return {}
+    found = parse_object(body)
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        raise invalid("the body is not JSON") from None
-    if not isinstance(found, dict):
-        raise invalid("the body is not a JSON object")
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        why = "the body has half of a surrogate pair, which is not a character"
+        raise invalid(why, "texts must be UTF-8") from None
     return found
 
 
