@@ -188,13 +188,23 @@ def _warn_of_variables() -> None:
         typer.echo(f"warning: {warning}", err=True)
 
 
+_BEFORE_TORCH = {
+    # OpenMP's threads would spin for milliseconds after each matmul, against the event loop and
+    # whoever else is on the cores; a short spin is as fast when they are idle.
+    "GOMP_SPINCOUNT": "1000",
+    # oneDNN, and torch around it, keep code for each number of rows: half a megabyte for each of
+    # 1,024, while all layers of a step, and most steps, need a handful.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+
+
 def _serve(config: Config, read_again: Callable[[], Config]) -> None:
     from lorad.log import set_up_logging
 
     set_up_logging(config.log.level)
-    # OpenMP's threads would spin for milliseconds after each matmul, against the event loop and
-    # whoever else is on the cores; a short spin is as fast when they are idle.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    for name, value in _BEFORE_TORCH.items():
+        os.environ.setdefault(name, value)
     from lorad.daemon import run  # imports torch: a second or more
 
     run(config, read_again, _announce, _layer_progress)
