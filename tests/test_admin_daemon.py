@@ -153,8 +153,8 @@ def test_silent_and_slow_connections_do_not_shut_others_out(daemon: Daemon) -> N
     clients = []
     for number in range(40):
         client = socket.socket(socket.AF_UNIX)
+        client.connect(str(daemon.socket))  # with a time limit a full queue would be an error
         client.settimeout(10)
-        client.connect(str(daemon.socket))
         if number % 2:
             with suppress(BrokenPipeError):  # one more than a process may have: closed already
                 client.sendall(b"GET /v1/hea")  # and never the rest

@@ -228,8 +228,7 @@ def test_one_process_cannot_take_every_connection(daemon: Daemon) -> None:
     with ExitStack() as stack:
         for _ in range(400):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
-            client.settimeout(5)
-            client.connect(str(daemon.socket))
+            client.connect(str(daemon.socket))  # with a time limit a full queue would be an error
         began = time.monotonic()
         assert daemon.loractl("status").returncode == 0
         assert time.monotonic() - began < 10
