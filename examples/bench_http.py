@@ -25,7 +25,7 @@ from bench import PORT, Lorad, machine_speed
 from bench_report import progress, write_table
 from bench_server import Load, Row, measure
 from demo_model import ensure_demo_model
-from random_model import ensure_random_model
+from random_model import SHAPES, ensure_random_model
 
 from lorad.sizing.model_shape import ModelShape, read_config
 
@@ -101,7 +101,7 @@ def table(points: list[Point], read: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--random", metavar="NAME", help="a model of random_model.py")
+    parser.add_argument("--random", choices=SHAPES, help="a model of random_model.py")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 8, 32])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])

@@ -20,7 +20,7 @@ from lorad.paths import cache_dir
 from lorad.sizing.model_shape import ModelShape
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_SHAPES = {
+SHAPES = {
     # 3 MB in bf16, with an adapter page of 2 kB for 16 tokens.
     "tiny-llama": {
         "hidden_size": 32,
@@ -62,7 +62,7 @@ def ensure_random_model(name: str) -> Path:
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **_SHAPES[name],
+        **SHAPES[name],
     }
     directory.mkdir(parents=True, exist_ok=True)
     for file in _TOKENIZER:
@@ -95,5 +95,5 @@ def _tensors(shape: ModelShape) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a model of random weights.")
-    parser.add_argument("name", choices=_SHAPES)
+    parser.add_argument("name", choices=SHAPES)
     print(ensure_random_model(parser.parse_args().name))
