@@ -18,7 +18,7 @@ from torch import Tensor
 from lorad_kernels import cpu_activations
 from lorad_kernels.cpu_dots import dot_strip, strip_rows
 from lorad_kernels.cpu_simd import add_scaled
-from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel, constant
+from lorad_kernels.cpu_threads import ARGUMENTS, COUNT, FIRST, Kernel, constant
 from lorad_kernels.cpu_work import array_at, work_items
 
 if TYPE_CHECKING:
@@ -27,8 +27,59 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # rows of A that are computed together
 _COLUMNS = 128  # columns of y
-_AHEAD = 4096  # elements between what is read and what is fetched
-_ITEMS = 4  # work items for each thread at least: they differ in size, as ranks do
+_AHEAD = 4096
+_ITEMS = 4  # work items for each thread
+_COLUMN_COST = 8  # of a column of y, whatever its rank, in elements of B
+
+
+@numba.njit
+def _extent(rank, rows, width, of_columns):  # type: ignore[no-untyped-def]
+    """How many rows of A, or columns of y, a chunk has in a slice, and what each costs."""
+    strips = 1 + (rows + 3) // 4  # the first one waits for memory
+    if rank == 0:
+        return 0, strips
+    if of_columns:
+        return width, (rank + _COLUMN_COST) * strips
+    return rank, strips
+
+
+@numba.njit
+def _blocks(arguments, chunks, table, starts, of_columns):  # type: ignore[no-untyped-def]
+    """Yields (chunk, slice, first) of the blocks of each work item that this thread claims.
+
+    A block is some rows of A, or columns of y, of one chunk in one slice. A work item is an
+    equal share of all there is to do, in the order of memory: ranks differ so much that with a
+    chunk for an item, threads would wait for the one that took the largest rank last.
+    """
+    table_slices, slices, count = arguments[FIRST + 5], arguments[FIRST + 6], arguments[FIRST + 8]
+    block = _COLUMNS if of_columns else _RANKS
+    total = 0
+    for c in range(count):
+        for s in range(slices):
+            rank = table[(chunks[3 * c + 2] * table_slices + s) * 4]
+            width = starts[s + 1] - starts[s]
+            length, cost = _extent(rank, chunks[3 * c + 1] - chunks[3 * c], width, of_columns)
+            total += length * cost
+    for item in work_items(arguments):
+        low = total * item // arguments[COUNT]
+        high = total * (item + 1) // arguments[COUNT]
+        place = 0
+        for c in range(count):
+            if place >= high:
+                break
+            for s in range(slices):
+                rank = table[(chunks[3 * c + 2] * table_slices + s) * 4]
+                width = starts[s + 1] - starts[s]
+                length, cost = _extent(rank, chunks[3 * c + 1] - chunks[3 * c], width, of_columns)
+                end = place + length * cost
+                if low < end:
+                    # The first block that begins in this share; the last may end behind it.
+                    step = block * cost
+                    first = (max(0, low - place) + step - 1) // step * block
+                    while first < length and place + first * cost < high:
+                        yield c, s, first
+                        first += block
+                place = end
 
 
 @numba.njit
@@ -40,67 +91,54 @@ def _shrink(arguments, dtype):  # type: ignore[no-untyped-def]
     table = carray(array_at(arguments[FIRST + 4], int64), 1)
     table_slices, slices = arguments[FIRST + 5], arguments[FIRST + 6]
     chunks = carray(array_at(arguments[FIRST + 7], int64), 1)
-    h = carray(array_at(arguments[FIRST + 8], float32), 1)
-    max_rank, parts = arguments[FIRST + 9], arguments[FIRST + 10]
-    blocks = (max_rank + _RANKS - 1) // _RANKS
-    for item in work_items(arguments):
-        chunk, part = item // parts, item % parts
-        start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
+    starts = carray(array_at(arguments[FIRST + 9], int64), 1)
+    h = carray(array_at(arguments[FIRST + 10], float32), 1)
+    max_rank = arguments[FIRST + 11]
+    for c, s, first in _blocks(arguments, chunks, table, starts, False):
+        start, end = chunks[3 * c], chunks[3 * c + 1]
+        entry = (chunks[3 * c + 2] * table_slices + s) * 4
+        rank, a_offset = table[entry], table[entry + 1]
         rows = strip_rows(end - start)
-        for unit in range(slices * blocks * part // parts, slices * blocks * (part + 1) // parts):
-            s, first = unit // blocks, unit % blocks * _RANKS
-            entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
-            rank, a_offset = table[entry], table[entry + 1]
-            if first >= rank:
-                continue
-            for t in range(start, end, rows):
-                dot_strip(
-                    rows, x, t * x_stride, x_stride, end - t,
-                    slab, a_offset + first * width, width, min(_RANKS, rank - first),
-                    _AHEAD if t == start else 0, width,
-                    h, (t * slices + s) * max_rank + first, slices * max_rank,
-                )  # fmt: skip
+        for t in range(start, end, rows):
+            dot_strip(
+                rows, x, t * x_stride, x_stride, end - t,
+                slab, a_offset + first * width, width, min(_RANKS, rank - first),
+                _AHEAD if t == start else 0, width,
+                h, (t * slices + s) * max_rank + first, slices * max_rank,
+            )  # fmt: skip
 
 
 @numba.njit
 def _expand(arguments, dtype):  # type: ignore[no-untyped-def]
     """y[t, n] += scaling * h[t, s] . B[slot(t), s][n - start of s], for n in slice s."""
     y = carray(array_at(arguments[FIRST], dtype), 1)
-    y_stride, width = arguments[FIRST + 1], arguments[FIRST + 2]
+    y_stride = arguments[FIRST + 1]
     slab = carray(array_at(arguments[FIRST + 3], dtype), 1)
     table = carray(array_at(arguments[FIRST + 4], int64), 1)
     scalings = carray(array_at(arguments[FIRST + 4], float64), 1)
     table_slices, slices = arguments[FIRST + 5], arguments[FIRST + 6]
     chunks = carray(array_at(arguments[FIRST + 7], int64), 1)
-    h = carray(array_at(arguments[FIRST + 8], float32), 1)
-    max_rank, parts = arguments[FIRST + 9], arguments[FIRST + 10]
-    starts = carray(array_at(arguments[FIRST + 11], int64), 1)
-    blocks = (width + _COLUMNS - 1) // _COLUMNS
+    starts = carray(array_at(arguments[FIRST + 9], int64), 1)
+    h = carray(array_at(arguments[FIRST + 10], float32), 1)
+    max_rank = arguments[FIRST + 11]
     h_stride = slices * max_rank
     sums = np.empty(4 * _COLUMNS, np.float32)
-    for item in work_items(arguments):
-        chunk, part = item // parts, item % parts
-        start, end = chunks[3 * chunk], chunks[3 * chunk + 1]
+    for c, s, first in _blocks(arguments, chunks, table, starts, True):
+        start, end = chunks[3 * c], chunks[3 * c + 1]
+        entry = (chunks[3 * c + 2] * table_slices + s) * 4
+        rank, b_offset = table[entry], table[entry + 2]
+        scaling = float32(scalings[entry + 3])
+        columns = min(_COLUMNS, starts[s + 1] - starts[s] - first)
         rows = strip_rows(end - start)
-        begin = blocks * part // parts * _COLUMNS
-        stop = min(width, blocks * (part + 1) // parts * _COLUMNS)
-        for s in range(slices):
-            entry = (chunks[3 * chunk + 2] * table_slices + s) * 4
-            rank, b_offset = table[entry], table[entry + 2]
-            if rank == 0:
-                continue
-            scaling = float32(scalings[entry + 3])
-            for first in range(max(begin, starts[s]), min(stop, starts[s + 1]), _COLUMNS):
-                columns = min(_COLUMNS, min(stop, starts[s + 1]) - first)
-                for t in range(start, end, rows):
-                    dot_strip(
-                        rows, h, t * h_stride + s * max_rank, h_stride, end - t,
-                        slab, b_offset + (first - starts[s]) * rank, rank, columns,
-                        _AHEAD if t == start else 0, rank, sums, 0, _COLUMNS,
-                    )  # fmt: skip
-                    for i in range(min(rows, end - t)):
-                        place = (t + i) * y_stride + first
-                        add_scaled(y, place, columns, sums, i * _COLUMNS, scaling)
+        for t in range(start, end, rows):
+            dot_strip(
+                rows, h, t * h_stride + s * max_rank, h_stride, end - t,
+                slab, b_offset + first * rank, rank, columns,
+                _AHEAD if t == start else 0, rank, sums, 0, _COLUMNS,
+            )  # fmt: skip
+            for i in range(min(rows, end - t)):
+                place = (t + i) * y_stride + starts[s] + first
+                add_scaled(y, place, columns, sums, i * _COLUMNS, scaling)
 
 
 def _shrink_bfloat16(arguments):  # type: ignore[no-untyped-def]
@@ -146,20 +184,13 @@ def add_chunks(
         return
     h = cpu_activations.empty((x.shape[0], slices, table.max_rank), torch.float32)
     shared = (
-        slab, table.address, table.packed.shape[1], slices, segments.chunks_address,
-        h, table.max_rank,
+        slab, table.address, table.packed.shape[1], slices, segments.chunks_address, len(chunks),
+        constant(tuple(slice_starts)), h, table.max_rank,
     )  # fmt: skip
+    items = _ITEMS * torch.get_num_threads()
     work = len(chunks) * table.max_rank * y.element_size()
-    # The factors of a chunk lie one behind the other: read by one thread if there are enough.
-    wanted = -(-_ITEMS * torch.get_num_threads() // len(chunks))
-    parts = min(wanted, slices * -(-table.max_rank // _RANKS))
+    keep = (table, segments)
     shrink(
-        len(chunks) * parts, work * x.shape[1] * slices,
-        x, x.stride(0), x.shape[1], *shared, parts, keep=(table, segments),
-    )  # fmt: skip
-    parts = min(wanted, -(-y.shape[1] // _COLUMNS))
-    expand(
-        len(chunks) * parts, work * y.shape[1],
-        y, y.stride(0), y.shape[1], *shared, parts, constant(tuple(slice_starts)),
-        keep=(table, segments),
-    )  # fmt: skip
+        items, work * x.shape[1] * slices, x, x.stride(0), x.shape[1], *shared, keep=keep
+    )
+    expand(items, work * y.shape[1], y, y.stride(0), y.shape[1], *shared, keep=keep)
