@@ -284,10 +284,14 @@ def _attention64(q, k_cache, v_cache, batch, scale, window):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 5, 24])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 80)])
-def test_decode_attention(heads, kv_heads, dim, window, dtype):
+@pytest.mark.parametrize("block", [16, 32, 12])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(9, 3, 64), (4, 4, 16), (8, 1, 80), (20, 1, 32), (16, 2, 128)],
+)
+def test_decode_attention(heads, kv_heads, dim, block, window, dtype):
     contexts = [1, 16, 17, 40, 5]
-    batch, k_cache, v_cache = _decode_batch(contexts, 16, dtype, kv_heads, dim)
+    batch, k_cache, v_cache = _decode_batch(contexts, block, dtype, kv_heads, dim)
     q = torch.randn(5, heads, dim).to(dtype)
     got = paged_attention(q, k_cache, v_cache, batch, scale=0.3, sliding_window=window)
     want = _attention64(q, k_cache, v_cache, batch, 0.3, window)

@@ -37,7 +37,8 @@ def compile_kernels(dtype: torch.dtype) -> None:
         *cpu_sgmv.kernels(dtype),
         *cpu_lora.KERNELS.get(dtype, ()),
         *cpu_fused.KERNELS.get(dtype, ()),
-        *(each[dtype] for each in (cpu_attention.KERNELS, cpu_linear.KERNELS) if dtype in each),
+        *cpu_attention.kernels(dtype),
+        *(each[dtype] for each in (cpu_linear.KERNELS,) if dtype in each),
     ]
     for kernel in kernels:
         kernel.compile()

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import carray, types, uint16, uint32
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -32,6 +31,7 @@ from lorad_kernels.cpu_tiles import (
     configure,
     emit,
     place_at,
+    put_transposed,
     release,
     set_transposed,
 )
@@ -98,42 +98,6 @@ _multiply_1x1, _multiply_1x2 = _weight_tiles(1, 1), _weight_tiles(1, 2)
 _multiply_2x1, _multiply_2x2 = _weight_tiles(2, 1), _weight_tiles(2, 2)
 
 
-@intrinsic
-def _put_transposed(typingctx, tile, first, bias, bias_offset, y, y_offset, y_stride, count):  # type: ignore[no-untyped-def]
-    """y[m, n] = tile[n, m] + bias[n] for m < count, n < 16, rounded once.
-
-    `tile` starts at element `first`, float32; a negative `bias_offset` means no bias.
-    """
-    integer = types.int64
-    signature = types.void(tile, integer, bias, integer, y, integer, integer, integer)
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        source = data_of(context, builder, sig.args[0], args[0])
-        biases = data_of(context, builder, sig.args[2], args[2])
-        target = data_of(context, builder, sig.args[4], args[4])
-        rows = [
-            v.load(
-                builder,
-                builder.gep(source, [builder.add(args[1], v.I64(SIDE * n))]),
-                types.float32,
-            )
-            for n in range(SIDE)
-        ]
-        place = cgutils.alloca_once_value(builder, ir.Constant(v.VECTOR, None))
-        with builder.if_then(builder.icmp_signed(">=", args[3], v.I64(0))):
-            pointer = builder.gep(biases, [args[3]])
-            builder.store(v.load(builder, pointer, sig.args[2].dtype), place)
-        added = builder.load(place)
-        for m, column in enumerate(v.transposed(builder, rows)):
-            with builder.if_then(builder.icmp_signed("<", v.I64(m), args[7])):
-                offset = builder.add(args[5], builder.mul(v.I64(m), args[6]))
-                pointer = builder.gep(target, [offset])
-                v.put(builder, builder.fadd(column, added), pointer, sig.args[4].dtype, None)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
 def _lay_out(arguments):  # type: ignore[no-untyped-def]
     """pairs[j, q, m] = x[16 j + m, 2 q : 2 q + 2]."""
     block = carray(arguments, ARGUMENTS)
@@ -180,7 +144,7 @@ def _multiply(arguments):  # type: ignore[no-untyped-def]
             for n in range(weights * inputs):
                 column = first + n // inputs * SIDE
                 m = row + n % inputs * SIDE
-                _put_transposed(
+                put_transposed(
                     sums, n * 256, bias, column if has_bias else -1,
                     y, m * features + column, features, count - m,
                 )  # fmt: skip

@@ -190,7 +190,5 @@ def add_chunks(
     items = _ITEMS * torch.get_num_threads()
     work = len(chunks) * table.max_rank * y.element_size()
     keep = (table, segments)
-    shrink(
-        items, work * x.shape[1] * slices, x, x.stride(0), x.shape[1], *shared, keep=keep
-    )
+    shrink(items, work * x.shape[1] * slices, x, x.stride(0), x.shape[1], *shared, keep=keep)
     expand(items, work * y.shape[1], y, y.stride(0), y.shape[1], *shared, keep=keep)

@@ -162,6 +162,42 @@ def set_transposed(typingctx, out, offset, x, x_offset, x_stride, count, columns
     return signature, generate
 
 
+@intrinsic
+def put_transposed(typingctx, tile, first, bias, bias_offset, y, y_offset, y_stride, count):  # type: ignore[no-untyped-def]
+    """y[m, n] = tile[n, m] + bias[n] for m < count, n < 16, rounded once.
+
+    `tile` starts at element `first`, float32; a negative `bias_offset` means no bias.
+    """
+    integer = types.int64
+    signature = types.void(tile, integer, bias, integer, y, integer, integer, integer)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        source = data_of(context, builder, sig.args[0], args[0])
+        biases = data_of(context, builder, sig.args[2], args[2])
+        target = data_of(context, builder, sig.args[4], args[4])
+        rows = [
+            v.load(
+                builder,
+                builder.gep(source, [builder.add(args[1], v.I64(SIDE * n))]),
+                types.float32,
+            )
+            for n in range(SIDE)
+        ]
+        place = cgutils.alloca_once_value(builder, ir.Constant(v.VECTOR, None))
+        with builder.if_then(builder.icmp_signed(">=", args[3], v.I64(0))):
+            pointer = builder.gep(biases, [args[3]])
+            builder.store(v.load(builder, pointer, sig.args[2].dtype), place)
+        added = builder.load(place)
+        for m, column in enumerate(v.transposed(builder, rows)):
+            with builder.if_then(builder.icmp_signed("<", v.I64(m), args[7])):
+                offset = builder.add(args[5], builder.mul(v.I64(m), args[6]))
+                pointer = builder.gep(target, [offset])
+                v.put(builder, builder.fadd(column, added), pointer, sig.args[4].dtype, None)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 @cache
 def available() -> bool:
     """Whether this processor has AMX for bfloat16 and the system lets this process use it."""
