@@ -84,7 +84,7 @@ def prefetch(builder: Any, pointer: Any) -> None:
         ir.FunctionType(ir.VoidType(), [source.type, I32, I32, I32]),
         "llvm.prefetch.p0",
     )
-    builder.call(function, [source, I32(0), I32(3), I32(1)])  # for reading, data
+    builder.call(function, [source, I32(0), I32(2), I32(1)])  # for reading, data
 
 
 def store(builder: Any, value: Any, pointer: Any) -> None:
