@@ -67,6 +67,16 @@ class Implementation(Protocol):
 
     def greedy_tokens(self, logits: Tensor) -> Tensor: ...
 
+    def draw_tokens(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        uniform: Tensor,
+    ) -> Tensor: ...
+
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 

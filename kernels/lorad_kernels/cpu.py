@@ -12,6 +12,7 @@ from lorad_kernels import (
     cpu_activations,
     cpu_amx,
     cpu_attention,
+    cpu_draw,
     cpu_fused,
     cpu_linear,
     cpu_lora,
@@ -38,6 +39,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
         *cpu_lora.KERNELS.get(dtype, ()),
         *cpu_fused.KERNELS.get(dtype, ()),
         *cpu_attention.kernels(dtype),
+        *cpu_draw.kernels(dtype),
         *(each[dtype] for each in (cpu_linear.KERNELS,) if dtype in each),
     ]
     for kernel in kernels:
@@ -144,6 +146,21 @@ def greedy_tokens(logits: Tensor) -> Tensor:
         return cpu_fused.row_max(logits, finite_only=True)[1]
     finish()
     return reference.greedy_tokens(logits)
+
+
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    settings = (temperature, top_k, top_p, min_p, uniform)
+    if cpu_draw.serves(logits):
+        return cpu_draw.draw_tokens(logits, *settings)
+    finish()
+    return reference.draw_tokens(logits, *settings)
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -210,6 +210,42 @@ def exp_and_sum(typingctx, x, offset, count, largest, scale):  # type: ignore[no
     return signature, generate
 
 
+def _sum_of(context: Any, builder: Any, sig: Any, args: Any, value: Callable[[Any], Any]) -> Any:
+    """The sum over x[offset : offset + count] of value(x) where x >= least."""
+    data, least = data_of(context, builder, sig.args[0], args[0]), v.splat(builder, args[3])
+    place = cgutils.alloca_once(builder, v.VECTOR)
+    builder.store(ir.Constant(v.VECTOR, None), place)
+
+    def step(k: Any, mask: Any) -> None:
+        x = v.load(builder, at(builder, data, args[1], k), sig.args[0].dtype, mask)
+        is_in = builder.fcmp_ordered(">=", x, least)
+        part = builder.select(is_in, value(x), ir.Constant(v.VECTOR, None))
+        builder.store(builder.fadd(builder.load(place), part), place)
+
+    v.for_lanes(builder, args[2], step)
+    return v.sum_lanes(builder, builder.load(place))
+
+
+@intrinsic
+def sum_from(typingctx, x, offset, count, least):  # type: ignore[no-untyped-def]
+    """The sum of those of x[offset : offset + count] that are at least `least` > 0."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _sum_of(context, builder, sig, args, lambda x: x)
+
+    return types.float32(x, types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def count_from(typingctx, x, offset, count, least):  # type: ignore[no-untyped-def]
+    """How many of x[offset : offset + count], up to 2^24, are at least `least` > 0."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _sum_of(context, builder, sig, args, lambda x: v.splat_f32(1.0))
+
+    return types.float32(x, types.int64, types.int64, types.float32), generate
+
+
 @intrinsic
 def largest(typingctx, x, offset, count):  # type: ignore[no-untyped-def]
     """The greatest of `x[offset : offset + count]`, count >= 1; NaN if one of them is."""

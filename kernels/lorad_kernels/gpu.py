@@ -97,5 +97,16 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return reference.no_token_unless_finite(*row_max(logits))
 
 
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    return reference.draw_tokens(logits, temperature, top_k, top_p, min_p, uniform)
+
+
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return reference.take_rows(x, rows, dtype)

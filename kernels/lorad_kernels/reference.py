@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
 
+_DRAWN = 16  # rows at a time: sorted weights and their sums take some 30 bytes a token
+
 
 def add_lora(
     y: Tensor,
@@ -125,6 +127,49 @@ def greedy_tokens(logits: Tensor) -> Tensor:
 
 def no_token_unless_finite(best: Tensor, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(~best.isfinite(), -1)
+
+
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    settings = torch.stack([temperature, top_k.double(), top_p, min_p, uniform])
+    truncates = (top_k > 0) | (top_p < 1)
+    parts = [
+        _draw(logits[rows], settings[:, rows].to(logits.device), bool(truncates[rows].any()))
+        for rows in (slice(first, first + _DRAWN) for first in range(0, len(logits), _DRAWN))
+    ]
+    return torch.cat(parts)
+
+
+def _draw(logits: Tensor, settings: Tensor, truncates: bool) -> Tensor:
+    temperature, top_k, top_p, min_p, uniform = settings[:, :, None]
+    scores = logits.float()
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature.float()
+    weights = scores.exp()
+    least = min_p.float()
+    if truncates:
+        least = torch.maximum(least, _least_kept(weights, top_k.long(), top_p))
+    mass = weights.where(weights >= least, 0).double().cumsum(-1)
+    # Below the last sum, however u times it is rounded.
+    target = torch.minimum(uniform * mass[:, -1:], mass[:, -1:].nextafter(mass.new_zeros(())))
+    return torch.searchsorted(mass, target, right=True)[:, 0]
+
+
+def _least_kept(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`[S, 1]`: the least weight that top-k and top-p leave."""
+    ordered, width = weights.sort(-1, descending=True).values, weights.shape[1]
+    last = top_k.clamp(max=width).where(top_k > 0, width) - 1
+    kept = ordered >= ordered.gather(-1, last)
+    mass = ordered.where(kept, 0).double()
+    sums = mass.cumsum(-1)
+    target = (top_p * sums[:, -1:]).clamp(min=torch.finfo(torch.float64).tiny)
+    kept &= sums - mass < target
+    return ordered.gather(-1, kept.sum(-1, keepdim=True) - 1)
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import greedy_tokens
+from lorad_kernels import draw_tokens, greedy_tokens, take_rows
 from torch import Tensor
 
-from lorad.engine.messages import SamplingParams, TokenLogprob
+from lorad.engine.messages import TokenLogprob
 from lorad.engine.request import Sequence
 
 # A temperature below this is greedy: nothing but the likeliest token would be left, and
 # dividing by it overflows.
 _GREEDY_BELOW = 1e-5
+_F64 = torch.float64
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -30,43 +31,69 @@ def sample(
 ) -> list[Sampled]:
     """logits `[S, vocab]`, one row per sequence, any float dtype; `greedy` if known already."""
     tokens = (greedy_tokens(logits) if greedy is None else greedy).tolist()
-    return [
-        Sampled(None) if token < 0 else _choose(logits[i], token, sequence)
-        for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True))
-    ]
+    rows = [i for i, token in enumerate(tokens) if token >= 0]
+    for i, token in _choose(logits, rows, sequences).items():
+        tokens[i] = token
+    reports = _logprobs(logits, rows, sequences, tokens)
+    return [Sampled(None if token < 0 else token, reports.get(i)) for i, token in enumerate(tokens)]
 
 
-def _choose(row: Tensor, greedy: int, sequence: Sequence) -> Sampled:
+def _choose(logits: Tensor, rows: list[int], sequences: list[Sequence]) -> dict[int, int]:
+    """Tokens of the rows for which the likeliest is not the answer already."""
+    plain = [i for i in rows if not _is_greedy(sequences[i]) and not _changes(sequences[i])]
+    changed = [i for i in rows if _changes(sequences[i])]
+    chosen: dict[int, int] = {}
+    if plain:
+        whole = len(plain) == len(logits)
+        some = logits if whole else take_rows(logits, _index(plain, logits))
+        chosen |= _draw(some, plain, sequences)
+    if changed:
+        scores = take_rows(logits, _index(changed, logits), torch.float32)
+        for row, i in enumerate(changed):
+            _change(scores[row], sequences[i])
+        # A penalty below 1 can make infinity of a large one.
+        scores.clamp_(max=_LARGEST)
+        chosen |= _draw(scores, changed, sequences)
+        if any(_is_greedy(sequences[i]) for i in changed):
+            best = zip(changed, scores.argmax(-1).tolist(), strict=True)
+            chosen |= {i: token for i, token in best if _is_greedy(sequences[i])}
+    return chosen
+
+
+def _draw(logits: Tensor, rows: list[int], sequences: list[Sequence]) -> dict[int, int]:
+    """One draw for each row of logits, which are those of the sequences `rows`."""
+    params = [sequences[i].request.sampling for i in rows]
+    tokens = draw_tokens(
+        logits,
+        torch.tensor([max(each.temperature, _GREEDY_BELOW) for each in params], dtype=_F64),
+        torch.tensor([each.top_k for each in params], dtype=torch.int64),
+        torch.tensor([each.top_p for each in params], dtype=_F64),
+        torch.tensor([each.min_p for each in params], dtype=_F64),
+        torch.cat([torch.rand(1, generator=sequences[i].generator, dtype=_F64) for i in rows]),
+    )
+    return dict(zip(rows, tokens.tolist(), strict=True))
+
+
+def _index(rows: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, device=like.device)
+
+
+def _is_greedy(sequence: Sequence) -> bool:
+    return sequence.request.sampling.temperature < _GREEDY_BELOW
+
+
+def _changes(sequence: Sequence) -> bool:
+    """Whether the request changes its logits before a token is chosen."""
     params = sequence.request.sampling
-    token = greedy if _is_plain_greedy(params) else _draw(row, sequence)
-    if params.logprobs is None:
-        return Sampled(token)
-    return Sampled(token, _logprob(row, token, params.logprobs))
-
-
-def _is_plain_greedy(params: SamplingParams) -> bool:
-    return (
-        params.temperature < _GREEDY_BELOW
-        and not params.logit_bias
-        and params.presence_penalty == 0
-        and params.frequency_penalty == 0
-        and params.repetition_penalty == 1
+    return bool(
+        params.logit_bias
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
     )
 
 
-def _draw(row: Tensor, sequence: Sequence) -> int:
-    params = sequence.request.sampling
-    scores = _with_penalties(row.float().clone(), sequence)
-    if params.temperature < _GREEDY_BELOW:
-        return int(scores.argmax())
-    # The largest becomes 0 before the division, so that no quotient is above the range.
-    scores = scores.clamp(max=_LARGEST)
-    scores = (scores - scores.max()) / params.temperature
-    probabilities = _truncate(scores.softmax(-1), params).cpu()
-    return int(torch.multinomial(probabilities, 1, generator=sequence.generator))
-
-
-def _with_penalties(scores: Tensor, sequence: Sequence) -> Tensor:
+def _change(scores: Tensor, sequence: Sequence) -> None:
     """Bias and penalties as OpenAI (presence, frequency) and CTRL (repetition) define them."""
     params = sequence.request.sampling
     if params.repetition_penalty != 1:
@@ -82,31 +109,26 @@ def _with_penalties(scores: Tensor, sequence: Sequence) -> Tensor:
     if params.logit_bias:
         ids = torch.tensor([token for token, _ in params.logit_bias], device=scores.device)
         scores[ids] += torch.tensor([b for _, b in params.logit_bias], device=scores.device)
-    return scores
 
 
-def _truncate(probabilities: Tensor, params: SamplingParams) -> Tensor:
-    """Keep top-k, then the nucleus of top-p, then what min-p allows. Not renormalised."""
-    if params.top_k:
-        k = min(params.top_k, probabilities.numel())
-        least = probabilities.topk(k).values[-1]
-        probabilities = probabilities.where(probabilities >= least, 0)
-    if params.top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        # A token stays when those before it do not yet hold top_p of the mass.
-        outside = ordered.cumsum(-1) - ordered >= params.top_p * ordered.sum()
-        outside[0] = False  # for a top_p that is 0 in float32
-        probabilities[order[outside]] = 0
-    if params.min_p > 0:
-        probabilities = probabilities.where(probabilities >= params.min_p * probabilities.max(), 0)
-    return probabilities
-
-
-def _logprob(row: Tensor, token: int, alternatives: int) -> TokenLogprob:
-    """Of the raw distribution, before temperature and truncation."""
-    scores = row.float().log_softmax(-1)
-    top: tuple[tuple[int, float], ...] = ()
-    if alternatives:
-        values, ids = scores.topk(min(alternatives, scores.numel()))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprob(token, float(scores[token]), top)
+def _logprobs(
+    logits: Tensor, rows: list[int], sequences: list[Sequence], tokens: list[int]
+) -> dict[int, TokenLogprob]:
+    """Of the raw distribution, before temperature and truncation, for those who ask."""
+    wanted = {i: sequences[i].request.sampling.logprobs for i in rows}
+    counts = {i: count for i, count in wanted.items() if count is not None}
+    if not counts:
+        return {}
+    asked = list(counts)
+    scores = take_rows(logits, _index(asked, logits), torch.float32)
+    mass = scores.logsumexp(-1, keepdim=True)
+    chosen = _index([tokens[i] for i in asked], logits)
+    own = (scores.gather(-1, chosen[:, None]) - mass)[:, 0].tolist()
+    values, ids = scores.topk(min(max(counts.values()), scores.shape[1]))
+    values -= mass
+    best = [
+        tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+    return {
+        i: TokenLogprob(tokens[i], own[row], best[row][: counts[i]]) for row, i in enumerate(asked)
+    }
