@@ -23,7 +23,7 @@ import torch
 from adapter_fleet import write_adapter
 from bench import PORT, Lorad, machine_speed
 from bench_report import progress, write_table
-from bench_server import Load, Row, measure
+from bench_server import Load, Row, add_sampling, measure, sampling
 from demo_model import ensure_demo_model
 from random_model import SHAPES, ensure_random_model
 
@@ -66,7 +66,7 @@ def run(lorad: Lorad, options: argparse.Namespace) -> list[Point]:
                 f"round {turn + 1} of {options.rounds}: {adapters} adapters, c = {concurrency}"
             )
             models = lorad.names[:adapters] or [lorad.base]
-            load = Load(PORT, models, options.prompt_tokens, options.new_tokens)
+            load = Load(PORT, models, options.prompt_tokens, options.new_tokens, sampling(options))
             seed = 1000 * (turn + 1) + 100 * adapters + concurrency
             row = asyncio.run(measure(load, concurrency, max(2, concurrency), seed))
             if turn >= 0:
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
+    add_sampling(parser)
     parser.add_argument("--markdown", type=Path, help="write the table between its marks here")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()

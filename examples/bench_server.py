@@ -2,9 +2,9 @@
 
     python examples/bench_server.py --port 8000 --models base --concurrency 1 8 32
 
-Prompts are random token ids, so nothing of them is cached; answers are greedy, streamed, and of a
-fixed length. The client speaks plain HTTP, because on a small machine a client library would take
-a good part of the cores from the server.
+Prompts are random token ids, so nothing of them is cached; answers are greedy unless a temperature
+is given, streamed, and of a fixed length. The client speaks plain HTTP, because on a small machine a
+client library would take a good part of the cores from the server.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 
@@ -26,6 +26,7 @@ class Load:
     models: Sequence[str]
     prompt_tokens: int
     new_tokens: int
+    sampling: Mapping[str, float] = field(default_factory=lambda: {"temperature": 0})
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ async def answer(load: Load, model: str, prompt: list[int]) -> Answer:
         "model": model,
         "prompt": prompt,
         "max_tokens": load.new_tokens,
-        "temperature": 0,
+        **load.sampling,
         "stream": True,
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
@@ -110,6 +111,16 @@ async def measure(load: Load, concurrency: int, requests: int, seed: int) -> Row
     )
 
 
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+
+
+def sampling(options: argparse.Namespace) -> dict[str, float]:
+    """The fields of a request for `add_sampling`'s options."""
+    return {"temperature": options.temperature, "top_p": options.top_p}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--port", type=int, required=True)
@@ -118,9 +129,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
+    add_sampling(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    load = Load(options.port, options.models, options.prompt_tokens, options.new_tokens)
+    load = Load(
+        options.port,
+        options.models,
+        options.prompt_tokens,
+        options.new_tokens,
+        sampling(options),
+    )
     asyncio.run(measure(load, 2 * len(options.models), 2 * len(options.models), seed=0))
     if not options.json:
         print("| c | tokens/s | TTFT ms | ITL ms | ITL p99 ms |\n|---|---|---|---|---|")
