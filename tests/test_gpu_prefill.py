@@ -14,6 +14,9 @@ import torch
 from lorad_kernels import AttentionBatch, gpu_prefill, torch_paths
 from torch import Tensor
 
+from lorad.sizing.families import architecture
+from lorad.sizing.prefill_memory import prefill_bytes
+
 BLOCK = 16
 # Decodes first; then prompts: whole ones, later chunks, one row behind a prefix, and a long one.
 SEQUENCES = [(1, 40), (1, 7), (20, 20), (1, 33), (16, 48), (30, 95), (5, 5), (70, 150)]
@@ -179,3 +182,22 @@ def test_no_plan_is_ever_asked_of_cudnn(monkeypatch):
     assert [(mask, q[1], k[1]) for q, k, mask in asked] == [
         ((256, 356), 6, 6), ((44, 400), 6, 6), ((256, 265), 6, 6), ((44, 53), 6, 6),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_is_planned_is_what_is_taken(dtype):
+    context, heads = 397, 6
+    config = {
+        "model_type": "llama", "hidden_size": 96, "num_attention_heads": heads,
+        "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1, "vocab_size": 100,
+        "intermediate_size": 96, "max_position_embeddings": 512,
+    }  # fmt: skip
+    pages = torch.zeros(25, BLOCK, 2, 32, dtype=dtype)
+    k, v = torch_paths.gather(pages, pages, torch.arange(25))
+    taken = k.nbytes + v.nbytes
+    if dtype is torch.float32:
+        for x in (k, v):
+            taken += gpu_prefill._for_all_heads(x[:context], heads).nbytes
+        taken += gpu_prefill.MASKED_ROWS * context * (1 + 2 * dtype.itemsize)
+    planned = prefill_bytes(architecture(config), 2048, context, BLOCK, dtype.itemsize)
+    assert planned == taken
