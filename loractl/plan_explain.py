@@ -129,10 +129,13 @@ def _scratch(made: Plan, scratch: Scratch) -> Iterator[str]:
     )
     yield f"    logits of {demand.concurrency} rows {scratch.logits:,} B"
     yield f"    shrunk LoRA rows, float32 {scratch.lora:,} B"
+    yield f"    K and V of {demand.context:,} tokens in one layer {scratch.prefill:,} B"
+    yield f"    rotary tables of {demand.context:,} positions {scratch.rotary:,} B"
     yield f"    buffers and pool of the decode graphs {scratch.graphs:,} B"
     yield f"    CUDA context, workspaces and kernels {low} to {high}, {reserved} reserved"
     yield (
-        f"    reserved: the tensors and half as much again, and the graphs = {scratch.reserved:,} B"
+        "    reserved: the tensors of a step and half as much again, tables and graphs = "
+        f"{scratch.reserved:,} B"
     )
 
 

@@ -28,6 +28,7 @@ from lorad.sizing.memory_plan import (
     weight_bytes,
 )
 from lorad.sizing.model_shape import ModelShape, read_config
+from lorad.sizing.prefill_memory import prefill_bytes
 from lorad.sizing.targets import resolve_targets
 
 LAYERS = 2  # of each model in the comparisons: the widths are the real ones
@@ -335,8 +336,8 @@ def test_device_slab_is_what_weights_and_scratch_leave():
     scratch = scratch_bytes(shape, 8192, 32, 2, 16, max_model_len=4096, block_size=16)
     assert 0 < scratch.low < scratch.reserved < scratch.high
     wider = scratch_bytes(shape, 8192, 32, 2, 64, max_model_len=4096, block_size=16)
-    assert wider.lora - scratch.lora == 8192 * 3 * 48 * 4
-    # A row of a decode step keeps 14 partial sums of down_proj's input, 14336 wide.
+    # Per row and rank there are 14 partial sums of down_proj's input, 14336 wide.
+    assert wider.lora - scratch.lora == 8192 * 14 * 48 * 4
     assert wider.graphs - scratch.graphs == 32 * 14 * 48 * 4
     grown = (wider.lora - scratch.lora) * 3 // 2 + wider.graphs - scratch.graphs
     assert wider.reserved - scratch.reserved == grown
@@ -344,6 +345,26 @@ def test_device_slab_is_what_weights_and_scratch_leave():
     slab = device_slab_bytes(80 * 10**9, 0.9, weights, scratch.reserved)
     assert slab == 72 * 10**9 - weights - scratch.reserved
     assert device_slab_bytes(10 * 10**9, 0.9, weights, scratch.reserved) < 0
+
+
+def test_scratch_grows_with_the_context():
+    shape = ModelShape.from_config(LLAMA_31_8B)
+    scratch = scratch_bytes(shape, 8192, 32, 2, 16, max_model_len=131072, block_size=16)
+    assert scratch.prefill == 131072 * 2 * 8 * 128 * 2  # K and V of one layer
+    assert scratch.rotary == 131072 * 2 * 128 * 2
+    tensors = scratch.activations + scratch.logits + scratch.lora + scratch.prefill
+    assert scratch.low == scratch.context[0] + tensors + scratch.rotary + scratch.graphs
+    assert scratch.reserved - scratch.low == scratch.context[1] - scratch.context[0] + tensors // 2
+
+
+def test_prefill_in_float32_repeats_heads_and_has_a_mask():
+    arch = architecture(LLAMA_31_8B)
+    one = prefill_bytes(arch, 8192, 1000, 16, 4)
+    assert one == 4 * (1008 * 2 * 8 * 128 + 1000 * 2 * 32 * 128) + 256 * 1000 * 9
+    assert prefill_bytes(arch, 100, 1000, 16, 4) == one - 156 * 1000 * 9
+    equal_heads = architecture({**LLAMA_31_8B, "num_key_value_heads": 32})
+    assert prefill_bytes(equal_heads, 100, 16, 16, 4) == 4 * 16 * 2 * 32 * 128 + 100 * 16 * 9
+    assert prefill_bytes(arch, 8192, 1008, 16, 2, tp=4) == 2 * 1008 * 2 * 2 * 128
 
 
 # Tensor parallelism

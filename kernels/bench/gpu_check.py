@@ -36,6 +36,7 @@ from lorad_kernels import (
     paged_attention,
     reference,
 )
+from prefill_checks import check_prefill
 from report import UNIT, Report, only
 from torch import Tensor
 
@@ -242,6 +243,7 @@ def main() -> int:
     with torch.inference_mode():
         check_lora(report, device, dtypes, options.tiny)
         check_attention(report, device, dtypes, options.tiny)
+        check_prefill(report, device, dtypes, options.tiny)
         check_fused(report, device, dtypes, options.tiny)
         check_decoder(report, device)
         check_graphs(report, random_decoder(model_config("tiny"), torch.float32, device, 512))

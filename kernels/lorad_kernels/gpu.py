@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorad_kernels import reference, torch_paths, triton_attention, triton_fused, triton_lora
+from lorad_kernels import gpu_prefill, reference, triton_attention, triton_fused, triton_lora
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
@@ -54,7 +54,7 @@ def paged_attention(
             sliding_window=sliding_window,
             softcap=softcap,
         )
-    torch_paths.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
+    gpu_prefill.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
     return out
 
 

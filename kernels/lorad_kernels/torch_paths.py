@@ -1,4 +1,4 @@
-"""What torch does best on any device: long segments and prefill attention."""
+"""What the CPU leaves to torch: long segments and prefill attention."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def graph_pool_bytes(
     """
     splits = min(MAX_SPLITS, -(-max_model_len // SPLIT))
     partial = max(_attention(group, tp) for group in arch.groups) * splits
-    shrunk = max(_pieces(linear, tp) for _, linear in arch.linears()) * max_rank
+    shrunk = shrunk_columns(arch, tp) * max_rank
     floats = partial + shrunk + 2 * arch.hidden_size  # float32, the residual among them
     return rows * (floats * 4 + (live_elements + arch.vocab_size) * itemsize)
 
@@ -74,7 +74,11 @@ def _heads(linears: list[Linear]) -> Iterator[int]:
         yield from linear.heads
 
 
+def shrunk_columns(arch: Architecture, tp: int) -> int:
+    """Partial sums of shrink for a row and rank, in the projection that has the most."""
+    return max(_pieces(linear, tp) for _, linear in arch.linears())
+
+
 def _pieces(linear: Linear, tp: int) -> int:
-    """Partial sums of shrink, for a row and rank."""
     slices = 1 if linear.leaf in ("o_proj", "down_proj") else _FUSED_SLICES
     return slices * -(-linear.in_per_gpu(tp) // SPLIT_WIDTH)

@@ -11,28 +11,35 @@ from dataclasses import dataclass
 from lorad.errors import LoradError
 from lorad.sizing.architecture import Architecture, Linear, Part
 from lorad.sizing.families import llama_like
-from lorad.sizing.graph_memory import graph_buffer_bytes, graph_pool_bytes, graph_rows
+from lorad.sizing.graph_memory import (
+    graph_buffer_bytes,
+    graph_pool_bytes,
+    graph_rows,
+    shrunk_columns,
+)
 from lorad.sizing.model_shape import ModelShape
+from lorad.sizing.prefill_memory import prefill_bytes, rotary_bytes
 
 MIB = 1024**2
 
 # What a CUDA process holds that no formula gives: driver context and loaded kernels, cuBLAS
 # workspaces, and the recorded launches of the decode graphs. Low, reserved, high.
 _CUDA_FIXED_MIB = (450, 900, 1600)
-_FUSED_SLICES = 3  # q|k|v: the most slices that share one launch
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """What one step on a CUDA device needs beside weights and pages, in bytes.
 
-    The first three follow from the shapes; how much of them is alive at once does not, and
+    The first four follow from the shapes; how much of them is alive at once does not, and
     `context` is no formula at all. So there is a low and a high end, and what is reserved.
     """
 
     activations: int
     logits: int
-    lora: int  # the shrunk rows, float32
+    lora: int  # the shrunk rows, float32, in the pieces they are summed from
+    prefill: int  # K and V of the longest context, gathered for one layer
+    rotary: int  # tables of cos and sin, made once
     graphs: int  # buffers and pool of the captured decode steps, and their scratch page
     context: tuple[int, int, int] = (
         _CUDA_FIXED_MIB[0] * MIB,
@@ -42,21 +49,25 @@ class Scratch:
 
     @property
     def _tensors(self) -> int:
-        return self.activations + self.logits + self.lora
+        return self.activations + self.logits + self.lora + self.prefill
+
+    @property
+    def _lasting(self) -> int:
+        return self.rotary + self.graphs
 
     @property
     def low(self) -> int:
         """Every tensor freed the moment it is used up."""
-        return self.context[0] + self._tensors + self.graphs
+        return self.context[0] + self._tensors + self._lasting
 
     @property
     def reserved(self) -> int:
         """What the daemon sets aside: the allocator keeps half as much again."""
-        return self.context[1] + self._tensors * 3 // 2 + self.graphs
+        return self.context[1] + self._tensors * 3 // 2 + self._lasting
 
     @property
     def high(self) -> int:
-        return self.context[2] + self._tensors * 2 + self.graphs
+        return self.context[2] + self._tensors * 2 + self._lasting
 
 
 def page_bytes(
@@ -126,7 +137,11 @@ def scratch_bytes(
     return Scratch(
         activations=max_num_batched_tokens * _live_elements(arch, tp) * itemsize,
         logits=max_num_seqs * arch.vocab_size * (itemsize + 8),
-        lora=max_num_batched_tokens * _FUSED_SLICES * max_rank * 4,
+        lora=max_num_batched_tokens * shrunk_columns(arch, tp) * max_rank * 4,
+        prefill=prefill_bytes(
+            arch, max_num_batched_tokens, max_model_len, block_size, itemsize, tp
+        ),
+        rotary=rotary_bytes(arch, max_model_len, itemsize),
         graphs=_graph_bytes(arch, max_num_seqs, itemsize, max_rank, tp, max_model_len, block_size),
     )
 
