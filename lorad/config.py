@@ -95,6 +95,13 @@ class EngineSection:
         "On CUDA: capture decode steps at the start and replay them. Their memory is set aside "
         "either way.",
     )
+    step_timeout: float = option(
+        0.0,
+        "Seconds after which a step that has not ended counts as one that hangs: /health and new "
+        "requests fail, and the watchdog is told no more. 0: 120 on CUDA, 1200 on a CPU.",
+        low=0,
+        high=86400,
+    )
 
 
 @dataclass(frozen=True)
