@@ -109,7 +109,8 @@ class MemorySection:
     slab_bytes: int = option(
         0,
         "Size of the slab of pages for KV and adapters. 0: from gpu_memory_utilization on CUDA, "
-        "a quarter of the free memory on a CPU.",
+        "a quarter of the available memory on a CPU: of what the system has, and what the limits "
+        "of its cgroups leave.",
         size=True,
     )
     gpu_memory_utilization: float = option(
@@ -123,7 +124,7 @@ class MemorySection:
         1.0, "Share of the pages that adapters may take.", low=0.01, high=1
     )
     host_cache_bytes: int = option(
-        0, "Bytes of adapters kept in host memory. 0: a quarter of the free memory.", size=True
+        0, "Bytes of adapters kept in host memory. 0: a quarter of the available memory.", size=True
     )
 
 

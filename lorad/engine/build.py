@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from lorad.memory.upload import pinned
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder
 from lorad.model.loader import load_decoder
+from lorad.sizing.host_memory import available_host_bytes
 from lorad.sizing.memory_plan import (
     device_slab_bytes,
     page_bytes,
@@ -185,7 +185,7 @@ def _engine(
     )
     eviction = Eviction(pool)
     kv_cache = KVCache(pool, slab, eviction)
-    host = HostCache(options.max_cpu_loras, options.host_cache_bytes or free_host_bytes() // 4)
+    host = HostCache(options.max_cpu_loras, options.host_cache_bytes or available_host_bytes() // 4)
     tiers = AdapterTiers(
         AdapterPool(pool, slab, eviction, kv_cache),
         host,
@@ -290,10 +290,6 @@ def choose_dtype(wanted: str, config: ModelConfig) -> torch.dtype:
     return DTYPES[name]
 
 
-def free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
     own = config.shape.max_position_embeddings
     if options.max_model_len > own:
@@ -356,7 +352,7 @@ def _slab_budget(
 ) -> int:
     """Bytes for the slab: what `loractl plan` prints, unless others fill the card already."""
     if device.type != "cuda":
-        return free_host_bytes() // 4
+        return available_host_bytes() // 4
     scratch = scratch_bytes(
         shape,
         options.max_num_batched_tokens,
