@@ -124,7 +124,10 @@ class MemorySection:
         1.0, "Share of the pages that adapters may take.", low=0.01, high=1
     )
     host_cache_bytes: int = option(
-        0, "Bytes of adapters kept in host memory. 0: a quarter of the available memory.", size=True
+        0,
+        "Bytes of adapters kept in host memory. 0: a quarter of the available memory. On CUDA up "
+        "to an eighth more is page-locked, for those that are on their way.",
+        size=True,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from lorad_kernels import captures
+from torch import Tensor
 
 from lorad.adapter_ref import AdapterRef
 from lorad.adapters.host_cache import HostCache
@@ -27,11 +28,12 @@ from lorad.memory.adapter_pool import AdapterPool
 from lorad.memory.eviction import Eviction
 from lorad.memory.kv_cache import KVCache
 from lorad.memory.page_pool import PagePool
+from lorad.memory.pinned_arena import cuda_arena
 from lorad.memory.slab import Slab
-from lorad.memory.upload import pinned
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder
 from lorad.model.loader import load_decoder
+from lorad.sizing.adapter_size import pack_adapter, uniform_modules
 from lorad.sizing.host_memory import available_host_bytes
 from lorad.sizing.memory_plan import (
     device_slab_bytes,
@@ -149,23 +151,46 @@ def assemble(
     )
     graphs = _graphs(options, decoder, slab, max_model_len, capture) if capture else None
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
+    host_bytes = options.host_cache_bytes or available_host_bytes() // 4
+    keep = _keeper(options, config.shape, dtype, device, host_bytes)
+    loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, keep), inbox.put)
     loader.start()
     check = DeltaChecker(adapter_files, config.shape, inbox.put).check
-    engine = _engine(options, decoder, slab, graphs, loader, check, eos_token_ids, max_model_len)
+    host = HostCache(options.max_cpu_loras, host_bytes)
+    engine = _engine(
+        options, decoder, slab, graphs, host, loader, check, eos_token_ids, max_model_len
+    )
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
 
 
 def _reader(
-    read_adapter: ReadAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device
+    read_adapter: ReadAdapter,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    keep: Callable[[Tensor], Tensor],
 ) -> Callable[[AdapterRef], AdapterWeights]:
-    """What the loader's thread does for one adapter: read, pack, and pin where that helps."""
+    """What the loader's thread does for one adapter: read, pack, and lay where it is to wait."""
 
     def read(ref: AdapterRef) -> AdapterWeights:
         weights = read_adapter(ref, shape, dtype)
-        return replace(weights, data=pinned(weights.data, device))
+        return replace(weights, data=keep(weights.data))
 
     return read
+
+
+def _keeper(
+    options: EngineOptions,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    host_bytes: int,
+) -> Callable[[Tensor], Tensor]:
+    """Brings packed adapters to memory that the device can read by itself, where that matters."""
+    if device.type != "cuda":
+        return lambda data: data
+    modules = uniform_modules(shape, tuple(shape.linears), options.max_lora_rank)
+    largest = pack_adapter(shape, modules, dtype.itemsize).nbytes
+    return cuda_arena(host_bytes, options.max_cpu_loras, largest).keep
 
 
 def _engine(
@@ -173,6 +198,7 @@ def _engine(
     decoder: Decoder,
     slab: Slab,
     graphs: DecodeGraphs | None,
+    host: HostCache,
     loader: AdapterLoader,
     check: StartCheck,
     eos_token_ids: frozenset[int],
@@ -185,7 +211,6 @@ def _engine(
     )
     eviction = Eviction(pool)
     kv_cache = KVCache(pool, slab, eviction)
-    host = HostCache(options.max_cpu_loras, options.host_cache_bytes or available_host_bytes() // 4)
     tiers = AdapterTiers(
         AdapterPool(pool, slab, eviction, kv_cache),
         host,
