@@ -64,7 +64,12 @@ class ModelSection:
     path: str = option("", "Directory of the base model, or its id on the hub.")
     name: str = option("", "Name of the base model in the API. Empty: the last part of the path.")
     dtype: str = option("auto", "Serving dtype; auto takes the checkpoint's.", choices=DTYPES)
-    device: str = option("auto", "Where to run; auto takes CUDA if there is one.", choices=DEVICES)
+    device: str = option(
+        "auto",
+        "Where to run; auto takes CUDA if there is one, and does not pass over a GPU that it "
+        "cannot use.",
+        choices=DEVICES,
+    )
     max_model_len: int = option(
         0, "Longest prompt and answer together, in tokens. 0: the model's own.", low=0, high=2**24
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -20,6 +21,7 @@ from lorad.adapters.weights import AdapterWeights
 from lorad.engine.adapter_tiers import AdapterTiers
 from lorad.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs, recorded
 from lorad.engine.delta_check import DeltaChecker
+from lorad.engine.device_choice import choose_device, choose_dtype
 from lorad.engine.engine import Engine, Message, StartCheck
 from lorad.engine.model_runner import ModelRunner
 from lorad.engine.scheduler import Scheduler, SchedulerLimits
@@ -45,8 +47,6 @@ from lorad.sizing.memory_plan import (
 from lorad.sizing.model_shape import ModelShape, read_config
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,15 @@ def build_engine(
     progress: Callable[[int, int], None] = lambda done, total: None,
     adapter_files: AdapterFiles = _no_files,
 ) -> BuiltEngine:
-    """Load the model and allocate the slab. Raises `model.*` or `memory.no_capacity`.
+    """Load the model and allocate the slab.
+
+    Raises `model.*`, `config.invalid`, `memory.no_capacity` or `engine.failed`.
 
     Without `adapter_files` every ProbeAdapter fails.
     """
     config = ModelConfig.from_config(read_config(options.model_dir))
     device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, config)
+    dtype = choose_dtype(options.dtype, config, device)
     if options.threads:
         torch.set_num_threads(options.threads)
     max_model_len = _max_model_len(options, config)
@@ -252,7 +254,7 @@ def _capture(options: EngineOptions, config: ModelConfig, device: torch.device) 
 def _graphs(
     options: EngineOptions, decoder: Decoder, slab: Slab, max_model_len: int, capture: Capture
 ) -> DecodeGraphs:
-    """Captured decode steps. Raises `memory.no_capacity`."""
+    """Captured decode steps. Raises `memory.no_capacity` and `engine.failed`."""
     started = time.monotonic()
     try:
         graphs = DecodeGraphs(
@@ -273,7 +275,19 @@ def _graphs(
             f"the decode steps cannot be captured: {error}",
             hint="lower memory.gpu_memory_utilization, or set engine.cuda_graphs = false",
         ) from None
+    except Exception as error:
+        log.exception("the decode steps cannot be captured")
+        raise _not_captured(error) from error
     return graphs
+
+
+def _not_captured(error: Exception) -> LoradError:
+    """The first step on a device is the first to compile kernels: most often it is that."""
+    hint = "set engine.cuda_graphs = false; the log has the details"
+    if isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error):
+        hint = "Triton needs a C compiler (gcc, or the one that CC names) and Python's headers"
+    reason = str(error).partition("\n")[0]
+    return LoradError("engine.failed", f"the decode steps cannot be captured: {reason}", hint=hint)
 
 
 def decoder_bytes(decoder: Decoder) -> int:
@@ -290,29 +304,6 @@ def decoder_bytes(decoder: Decoder) -> int:
     for part in (decoder.embed_tokens, *decoder.layers, decoder.final_norm, decoder.lm_head):
         look(part)
     return sum(found.values())
-
-
-def choose_device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise LoradError(
-            "config.invalid",
-            "--device cuda was asked for, but torch sees no CUDA device",
-            hint="check nvidia-smi and that torch is a CUDA build, or use --device cpu",
-        )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
-def choose_dtype(wanted: str, config: ModelConfig) -> torch.dtype:
-    name = config.dtype if wanted == "auto" else wanted
-    if name not in DTYPES:
-        raise LoradError(
-            "model.unsupported",
-            f"the checkpoint's dtype is {name}",
-            hint="serve it with --dtype bfloat16",
-        )
-    return DTYPES[name]
 
 
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
