@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,31 @@ def test_the_arena_of_a_host_cache_has_its_bounds_and_some_for_what_arrives(monk
     in_segments = cuda_arena(2**40, max_adapters=256, largest=32 * KIB)
     assert in_segments.nbytes == 4 * 32 * KIB
     assert "page-locked 9216 bytes of host memory" in caplog.text
+
+
+def test_locking_is_cudas_and_its_error_is_not_left_to_the_next_kernel(monkeypatch):
+    """The runtime here fails once: the call itself, then whoever launches a kernel."""
+    calls: list[object] = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *range_and_flags: calls.append(range_and_flags) or 2,
+        cudaHostUnregister=calls.append,
+        cudaError=int,
+        cudaGetErrorString=lambda status: {2: "out of memory"}[status],
+    )
+
+    def launches(*_: object, device: str) -> None:
+        calls.append(device)
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch, "zeros", launches)
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        pinned_arena._lock(4096, KIB)
+    assert calls == [(4096, KIB, 0), "cuda"]
+    cudart.cudaHostRegister = lambda *range_and_flags: 0
+    pinned_arena._lock(4096, KIB)
+    pinned_arena._unlock(4096)
+    assert calls[2:] == [4096]
 
 
 @given(

@@ -247,7 +247,8 @@ class AsyncEngine:
             self._serve()
         except BaseException as error:  # whatever it was, nobody runs steps any more
             log.exception("the engine thread has failed")
-            failure = LoradError("engine.failed", f"the engine thread has ended: {error}")
+            reason = str(error).partition("\n")[0]
+            failure = LoradError("engine.failed", f"the engine thread has ended: {reason}")
             if isinstance(error, LoradError):
                 failure = error
             if self._loop is not None and not self._loop.is_closed():

@@ -148,13 +148,13 @@ def cuda_arena(host_bytes: int, max_adapters: int, largest: int) -> PinnedArena:
 
 
 def _lock(address: int, nbytes: int) -> None:
-    try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-    except RuntimeError:
-        # The runtime tells the error once more, to whoever launches the next kernel.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda").add_(1)
-        raise
+    cudart = torch.cuda.cudart()
+    if not (status := int(cudart.cudaHostRegister(address, nbytes, 0))):
+        return
+    # The runtime tells the error once more, to whoever launches the next kernel.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)
+    raise RuntimeError(f"CUDA error: {cudart.cudaGetErrorString(cudart.cudaError(status))}")
 
 
 def _unlock(address: int) -> None:
