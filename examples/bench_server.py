@@ -3,8 +3,8 @@
     python examples/bench_server.py --port 8000 --models base --concurrency 1 8 32
 
 Prompts are random token ids, so nothing of them is cached; answers are greedy unless a temperature
-is given, streamed, and of a fixed length. The client speaks plain HTTP, because on a small machine a
-client library would take a good part of the cores from the server.
+is given, streamed, and of a fixed length. The client speaks plain HTTP, because on a small machine
+a client library would take a good part of the cores from the server.
 """
 
 from __future__ import annotations

@@ -64,7 +64,12 @@ class ModelSection:
     path: str = option("", "Directory of the base model, or its id on the hub.")
     name: str = option("", "Name of the base model in the API. Empty: the last part of the path.")
     dtype: str = option("auto", "Serving dtype; auto takes the checkpoint's.", choices=DTYPES)
-    device: str = option("auto", "Where to run; auto takes CUDA if there is one.", choices=DEVICES)
+    device: str = option(
+        "auto",
+        "Where to run; auto takes CUDA if there is one, and does not pass over a GPU that it "
+        "cannot use.",
+        choices=DEVICES,
+    )
     max_model_len: int = option(
         0, "Longest prompt and answer together, in tokens. 0: the model's own.", low=0, high=2**24
     )
@@ -95,6 +100,13 @@ class EngineSection:
         "On CUDA: capture decode steps at the start and replay them. Their memory is set aside "
         "either way.",
     )
+    step_timeout: float = option(
+        0.0,
+        "Seconds after which a step that has not ended counts as one that hangs: /health and new "
+        "requests fail, and the watchdog is told no more. 0: 120 on CUDA, 1200 on a CPU.",
+        low=0,
+        high=86400,
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,8 @@ class MemorySection:
     slab_bytes: int = option(
         0,
         "Size of the slab of pages for KV and adapters. 0: from gpu_memory_utilization on CUDA, "
-        "a quarter of the free memory on a CPU.",
+        "a quarter of the available memory on a CPU: of what the system has, and what the limits "
+        "of its cgroups leave.",
         size=True,
     )
     gpu_memory_utilization: float = option(
@@ -116,7 +129,10 @@ class MemorySection:
         1.0, "Share of the pages that adapters may take.", low=0.01, high=1
     )
     host_cache_bytes: int = option(
-        0, "Bytes of adapters kept in host memory. 0: a quarter of the free memory.", size=True
+        0,
+        "Bytes of adapters kept in host memory. 0: a quarter of the available memory. On CUDA up "
+        "to an eighth more is page-locked, for those that are on their way.",
+        size=True,
     )
 
 

@@ -54,6 +54,10 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+# Seconds that no honest step takes: on CUDA the first ones compile kernels, and on a slow CPU a
+# prefill of a large model takes minutes.
+_STEP_TIMEOUTS = {"cuda": 120.0, "cpu": 1200.0}
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -76,7 +80,7 @@ def run(
     announce: Callable[[Ready], None],
     progress: Progress,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start.
+    """Serve until SIGTERM or SIGINT; raises LoradError when the daemon cannot start or go on.
 
     SIGHUP takes over what has changed in the settings, which `read_again` gives.
     """
@@ -150,8 +154,11 @@ async def _serve(
                         keep_warm(engine, registry, traffic, config.registry.warm),
                         _watchdog(engine),
                     ):
-                        await stop.wait()
+                        failure = await _until(stop, engine)
                     systemd.notify("STOPPING=1")
+                    if failure is not None:  # every request has its error; a new process can serve
+                        log.critical("ending: %s", failure.message)
+                        raise failure
                     patience = live.config.server.drain_timeout
                     log.info("stopping: up to %g s for what runs", patience)
                     await engine.stop(patience)
@@ -181,12 +188,24 @@ async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def _until(stop: asyncio.Event, engine: AsyncEngine) -> LoradError | None:
+    """Wait for the end: None when it was asked for, else what ended the engine."""
+    asked = asyncio.create_task(stop.wait())
+    failed = asyncio.create_task(engine.failure())
+    await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    failed.cancel()
+    return failed.result() if failed.done() and not stop.is_set() else None
+
+
 async def _watchdog(engine: AsyncEngine) -> None:
-    """Tell systemd that the event loop and the engine's thread live, if it wants to know."""
+    """Tell systemd that the event loop and the engine's thread get on, if it wants to know."""
     interval = systemd.watchdog_seconds()
     while interval is not None:
-        if engine.healthy:
+        if (trouble := engine.trouble) is None:
             systemd.notify("WATCHDOG=1")
+        else:
+            log.error("the watchdog is told no more: %s", trouble.message)
         await asyncio.sleep(interval)
 
 
@@ -283,8 +302,14 @@ def _open_registry(config: Config, base_model: str, shape: ModelShape) -> Iterat
 async def _running_engine(
     live: LiveSettings, built: BuiltEngine, tokenizer: Tokenizer
 ) -> AsyncIterator[AsyncEngine]:
-    most = live.config.engine.max_queued
-    engine = AsyncEngine(built.engine, built.inbox, tokenizer, max_queued=most)
+    settings = live.config.engine
+    engine = AsyncEngine(
+        built.engine,
+        built.inbox,
+        tokenizer,
+        max_queued=settings.max_queued,
+        step_timeout=settings.step_timeout or _STEP_TIMEOUTS[built.device.type],
+    )
     live.follow(lambda config: setattr(engine, "max_queued", config.engine.max_queued))
     await engine.start()
     try:
@@ -369,7 +394,7 @@ def _trouble(engine: AsyncEngine, traffic: Traffic) -> str | None:
         return "the daemon is draining"
     if not engine.accepting:
         return "the daemon is stopping"
-    return None if engine.healthy else "the engine thread has ended"
+    return None if engine.trouble is None else engine.trouble.message
 
 
 def _ready(

@@ -119,6 +119,8 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "store.digest_mismatch": ErrorClass.INTERNAL,
     "store.unavailable": ErrorClass.INTERNAL,
     "engine.failed": ErrorClass.INTERNAL,
+    "engine.device_fault": ErrorClass.INTERNAL,
+    "engine.hung": ErrorClass.INTERNAL,
     "engine.nonfinite_logits": ErrorClass.INTERNAL,
     "daemon.error": ErrorClass.INTERNAL,
     "daemon.version_mismatch": ErrorClass.INTERNAL,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,31 @@ def test_what_cannot_be_captured(tiny_model, sync_engine, monkeypatch):
         sync_engine(tiny_model("llama"))
     assert error.value.code == "memory.no_capacity"
     assert "engine.cuda_graphs = false" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (RuntimeError("Failed to find C compiler. Please specify via CC"), "gcc"),
+        (subprocess.CalledProcessError(1, ["gcc", "driver.c"]), "Python's headers"),
+        (
+            torch.AcceleratorError("CUDA error: operation not permitted\nadvice"),
+            "cuda_graphs = false",
+        ),
+    ],
+)
+def test_a_capture_that_fails_ends_the_start_with_what_to_do(
+    error, hint, tiny_model, sync_engine, monkeypatch
+):
+    def fails(run, into):
+        raise error
+
+    monkeypatch.setattr(build, "_capture", lambda *_: fails)
+    with pytest.raises(LoradError, match="the decode steps cannot be captured: ") as ended:
+        sync_engine(tiny_model("llama"))
+    assert (ended.value.code, ended.value.kind.exit_code) == ("engine.failed", 10)
+    assert hint in ended.value.hint
+    assert "advice" not in ended.value.message
 
 
 def test_a_cpu_captures_nothing_at_the_start(tiny_model, sync_engine, caplog):

@@ -87,6 +87,7 @@ RULES = {
     "lorad.memory": Rule(
         (*BASE, *SIZING, "lorad.adapters.weights", "lorad.memory", "lorad_kernels"), ("torch",)
     ),
+    "lorad.memory.pinned_arena": Rule(others=("numpy", "torch")),
     "lorad.model": Rule((*BASE, *SIZING, "lorad.model", "lorad_kernels"), ("safetensors", "torch")),
     "lorad.model.chat_template": Rule(BASE, ("jinja2",)),
     "lorad.model.hub": Rule(BASE, lazy=("huggingface_hub",)),

@@ -154,6 +154,8 @@ def test_units_name_what_exists() -> None:
     for option in re.findall(r" (--[a-z-]+)", service):
         assert option in {"--now", "--config", "--registry"}
     assert "Type=notify" in service
+    # As root, before the sandbox that keeps CUDA from it; and no reason not to start without.
+    assert "\nExecStartPre=-+/usr/bin/nvidia-modprobe -u " in service
     assert "ListenStream=/run/lorad/lorad.sock" in (ROOT / "deploy" / "lorad.socket").read_text()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from lorad.engine.messages import LoadAdapter
-from lorad.memory.upload import Upload, Uploader, layer_ends, pinned
+from lorad.memory.pinned_arena import cuda_arena
+from lorad.memory.upload import Upload, Uploader, layer_ends
 from lorad.sizing.adapter_size import AdapterLayout, ModuleRank, pack_adapter
 from lorad.sizing.model_shape import ModelShape, read_config
 
@@ -63,7 +68,7 @@ def one_layer(elements: int) -> AdapterLayout:
 
 def test_on_a_cpu_a_copy_is_done_when_it_returns():
     source, slab = torch.arange(8.0), torch.zeros(16)
-    upload = Uploader(slab.device).start(slab[4:12], pinned(source, slab.device), one_layer(8))
+    upload = Uploader(slab.device).start(slab[4:12], source, one_layer(8))
     assert upload.begun
     assert upload.done
     upload.order_after(0)
@@ -154,14 +159,53 @@ def test_an_upload_goes_by_its_events(monkeypatch):
     assert len(waits) == 2
 
 
+class Cuda:
+    """Streams on which nothing is ever waited for, and events that a test reaches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[Event] = []
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+
+    def _event(self) -> Event:
+        self.events.append(Event())
+        self.events[-1].record = lambda stream: None
+        return self.events[-1]
+
+
+def test_a_source_is_held_until_it_has_been_copied_whoever_else_lets_it_go(monkeypatch):
+    """An adapter may be evicted while it arrives: its memory must not be another's yet."""
+    cuda, gone = Cuda(monkeypatch), []
+    uploader = Uploader(torch.device("cuda"))
+    for number in range(3):
+        array = np.ones(8, dtype=np.float32)
+        weakref.finalize(array, gone.append, number)
+        uploader.start(torch.zeros(8), torch.from_numpy(array), one_layer(8))
+        del array
+    assert gone == []
+    cuda.events[1].reached = True
+    uploader.start(torch.zeros(8), torch.ones(8), one_layer(8))
+    assert gone == [1]
+    cuda.events[0].reached = cuda.events[2].reached = True
+    uploader.start(torch.zeros(8), torch.ones(8), one_layer(8))
+    assert sorted(gone) == [0, 1, 2]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_it_follows_the_work_before_and_can_be_waited_for_without_the_host():
     device = torch.device("cuda")
     slab = torch.zeros(2**22, device=device)
-    source = pinned(torch.ones(2**22), device)
+    arena = cuda_arena(2**25, max_adapters=2, largest=2**24)
+    assert arena.nbytes >= 2**25
+    source = arena.keep(torch.ones(2**22))
+    assert source.is_pinned()
     uploader = Uploader(device)
-    torch.cuda._sleep(10**8)
+    float(slab.sum())  # its first use loads the kernel, which takes longer than the wait below
+    torch.cuda._sleep(10**9)
     before = slab.sum()  # must read what was there before the copy
     upload = uploader.start(slab, source, one_layer(2**22))
     assert not upload.done

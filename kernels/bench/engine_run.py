@@ -23,7 +23,6 @@ from lorad.engine.eager_steps import EagerSteps
 from lorad.engine.messages import GenerationRequest, SamplingParams, TokenOutput
 from lorad.engine.step_inputs import StepInputs
 from lorad.memory.slab import Slab
-from lorad.memory.upload import pinned
 from lorad.model.decoder import Decoder
 from lorad.sizing.adapter_size import AdapterLayout, pack_adapter, uniform_modules
 from lorad.sizing.memory_plan import page_bytes
@@ -101,7 +100,7 @@ class _Fleet:
         shape, dtype = decoder.config.shape, decoder.dtype
         elements = _layout(shape, max(RANKS), dtype).nbytes // dtype.itemsize
         noise = torch.randn(elements + 64 * max(COUNTS)).mul_(0.02).to(dtype)
-        return cls(pinned(noise, decoder.device))
+        return cls(noise)
 
     def ref(self, index: int) -> AdapterRef:
         return AdapterRef(AdapterName("default", f"a{index}"), "v1", f"sha256:{index:064x}")

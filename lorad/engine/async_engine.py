@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -51,7 +52,9 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         *,
         max_queued: int,
+        step_timeout: float = math.inf,
     ) -> None:
+        """A pass of the step loop longer than `step_timeout` seconds counts as one that hangs."""
         self._engine = engine
         self._inbox = inbox
         self._tokenizer = tokenizer
@@ -60,7 +63,12 @@ class AsyncEngine:
         self._commands: dict[str, asyncio.Future[Answer]] = {}
         self._stats = engine.stats()
         self._accepting = True
-        self._failure: str | None = None  # what ended the engine thread
+        self._failure: LoradError | None = None  # what ended the engine thread
+        self._has_failed = asyncio.Event()
+        self._step_timeout = step_timeout
+        # When the pass of the loop began; None while it waits with nothing to do. Of a clock that
+        # stands still while the machine sleeps.
+        self._pass_began: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="lorad-engine", daemon=True)
 
@@ -82,7 +90,30 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        return self._failure is None and self._thread.is_alive()
+        return self.trouble is None
+
+    @property
+    def trouble(self) -> LoradError | None:
+        """Why no step can be run: the thread has ended, or hangs in one. None when all is well."""
+        if self._failure is not None:
+            return self._failure
+        if not self._thread.is_alive():
+            return LoradError("engine.failed", "the engine thread has ended")
+        began = self._pass_began
+        seconds = 0.0 if began is None else time.monotonic() - began
+        if seconds <= self._step_timeout:
+            return None
+        return LoradError(
+            "engine.hung",
+            f"the engine has been in one step for {seconds:.0f} s",
+            hint="a kernel that hangs ends with the process; raise engine.step_timeout if this "
+            "machine is that slow",
+        )
+
+    async def failure(self) -> LoradError:
+        """Wait until the engine thread has failed, which it does not recover from."""
+        await self._has_failed.wait()
+        return self._failure or LoradError("engine.failed", "the engine thread has ended")
 
     @property
     def accepting(self) -> bool:
@@ -154,8 +185,8 @@ class AsyncEngine:
             )
 
     def _check_alive(self) -> None:
-        if not self.healthy:
-            raise LoradError("engine.failed", self._failure or "the engine thread has ended")
+        if (trouble := self.trouble) is not None:
+            raise trouble
 
     def _end_all(self, error: LoradError) -> None:
         """Every open stream and command ends with the error: nobody else will answer them."""
@@ -214,20 +245,27 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:
+        except BaseException as error:  # whatever it was, nobody runs steps any more
             log.exception("the engine thread has failed")
+            reason = str(error).partition("\n")[0]
+            failure = LoradError("engine.failed", f"the engine thread has ended: {reason}")
+            if isinstance(error, LoradError):
+                failure = error
             if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._fail, str(error))
+                self._loop.call_soon_threadsafe(self._fail, failure)
 
-    def _fail(self, reason: str) -> None:
-        self._failure = f"the engine thread has ended: {reason}"
-        self._end_all(LoradError("engine.failed", self._failure))
+    def _fail(self, failure: LoradError) -> None:
+        self._failure = failure
+        self._end_all(failure)
+        self._has_failed.set()
 
     def _serve(self) -> None:
         engine, published = self._engine, 0.0
         worked = False
         while True:
-            for message in self._receive(worked):
+            messages = self._receive(worked)
+            self._pass_began = time.monotonic()
+            for message in messages:
                 if message is None:
                     return
                 engine.handle(message)
@@ -247,6 +285,7 @@ class AsyncEngine:
         messages: list[Message | None] = []
         try:
             if not worked:
+                self._pass_began = None
                 timeout = _IDLE_POLL if self._engine.waits else None
                 messages.append(self._inbox.get(timeout=timeout))
             while True:

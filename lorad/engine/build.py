@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from lorad_kernels import captures
+from torch import Tensor
 
 from lorad.adapter_ref import AdapterRef
 from lorad.adapters.host_cache import HostCache
@@ -20,6 +21,7 @@ from lorad.adapters.weights import AdapterWeights
 from lorad.engine.adapter_tiers import AdapterTiers
 from lorad.engine.decode_graphs import Capture, CudaCapture, DecodeGraphs, recorded
 from lorad.engine.delta_check import DeltaChecker
+from lorad.engine.device_choice import choose_device, choose_dtype
 from lorad.engine.engine import Engine, Message, StartCheck
 from lorad.engine.model_runner import ModelRunner
 from lorad.engine.scheduler import Scheduler, SchedulerLimits
@@ -28,11 +30,13 @@ from lorad.memory.adapter_pool import AdapterPool
 from lorad.memory.eviction import Eviction
 from lorad.memory.kv_cache import KVCache
 from lorad.memory.page_pool import PagePool
+from lorad.memory.pinned_arena import cuda_arena
 from lorad.memory.slab import Slab
-from lorad.memory.upload import pinned
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder
 from lorad.model.loader import load_decoder
+from lorad.sizing.adapter_size import pack_adapter, uniform_modules
+from lorad.sizing.host_memory import available_host_bytes
 from lorad.sizing.memory_plan import (
     device_slab_bytes,
     page_bytes,
@@ -43,8 +47,6 @@ from lorad.sizing.memory_plan import (
 from lorad.sizing.model_shape import ModelShape, read_config
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +103,15 @@ def build_engine(
     progress: Callable[[int, int], None] = lambda done, total: None,
     adapter_files: AdapterFiles = _no_files,
 ) -> BuiltEngine:
-    """Load the model and allocate the slab. Raises `model.*` or `memory.no_capacity`.
+    """Load the model and allocate the slab.
+
+    Raises `model.*`, `config.invalid`, `memory.no_capacity` or `engine.failed`.
 
     Without `adapter_files` every ProbeAdapter fails.
     """
     config = ModelConfig.from_config(read_config(options.model_dir))
     device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, config)
+    dtype = choose_dtype(options.dtype, config, device)
     if options.threads:
         torch.set_num_threads(options.threads)
     max_model_len = _max_model_len(options, config)
@@ -149,23 +153,46 @@ def assemble(
     )
     graphs = _graphs(options, decoder, slab, max_model_len, capture) if capture else None
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, device), inbox.put)
+    host_bytes = options.host_cache_bytes or available_host_bytes() // 4
+    keep = _keeper(options, config.shape, dtype, device, host_bytes)
+    loader = AdapterLoader(_reader(read_adapter, config.shape, dtype, keep), inbox.put)
     loader.start()
     check = DeltaChecker(adapter_files, config.shape, inbox.put).check
-    engine = _engine(options, decoder, slab, graphs, loader, check, eos_token_ids, max_model_len)
+    host = HostCache(options.max_cpu_loras, host_bytes)
+    engine = _engine(
+        options, decoder, slab, graphs, host, loader, check, eos_token_ids, max_model_len
+    )
     return BuiltEngine(engine, inbox, loader, config, dtype, device, max_model_len)
 
 
 def _reader(
-    read_adapter: ReadAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device
+    read_adapter: ReadAdapter,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    keep: Callable[[Tensor], Tensor],
 ) -> Callable[[AdapterRef], AdapterWeights]:
-    """What the loader's thread does for one adapter: read, pack, and pin where that helps."""
+    """What the loader's thread does for one adapter: read, pack, and lay where it is to wait."""
 
     def read(ref: AdapterRef) -> AdapterWeights:
         weights = read_adapter(ref, shape, dtype)
-        return replace(weights, data=pinned(weights.data, device))
+        return replace(weights, data=keep(weights.data))
 
     return read
+
+
+def _keeper(
+    options: EngineOptions,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    host_bytes: int,
+) -> Callable[[Tensor], Tensor]:
+    """Brings packed adapters to memory that the device can read by itself, where that matters."""
+    if device.type != "cuda":
+        return lambda data: data
+    modules = uniform_modules(shape, tuple(shape.linears), options.max_lora_rank)
+    largest = pack_adapter(shape, modules, dtype.itemsize).nbytes
+    return cuda_arena(host_bytes, options.max_cpu_loras, largest).keep
 
 
 def _engine(
@@ -173,6 +200,7 @@ def _engine(
     decoder: Decoder,
     slab: Slab,
     graphs: DecodeGraphs | None,
+    host: HostCache,
     loader: AdapterLoader,
     check: StartCheck,
     eos_token_ids: frozenset[int],
@@ -185,7 +213,6 @@ def _engine(
     )
     eviction = Eviction(pool)
     kv_cache = KVCache(pool, slab, eviction)
-    host = HostCache(options.max_cpu_loras, options.host_cache_bytes or free_host_bytes() // 4)
     tiers = AdapterTiers(
         AdapterPool(pool, slab, eviction, kv_cache),
         host,
@@ -227,7 +254,7 @@ def _capture(options: EngineOptions, config: ModelConfig, device: torch.device) 
 def _graphs(
     options: EngineOptions, decoder: Decoder, slab: Slab, max_model_len: int, capture: Capture
 ) -> DecodeGraphs:
-    """Captured decode steps. Raises `memory.no_capacity`."""
+    """Captured decode steps. Raises `memory.no_capacity` and `engine.failed`."""
     started = time.monotonic()
     try:
         graphs = DecodeGraphs(
@@ -248,7 +275,19 @@ def _graphs(
             f"the decode steps cannot be captured: {error}",
             hint="lower memory.gpu_memory_utilization, or set engine.cuda_graphs = false",
         ) from None
+    except Exception as error:
+        log.exception("the decode steps cannot be captured")
+        raise _not_captured(error) from error
     return graphs
+
+
+def _not_captured(error: Exception) -> LoradError:
+    """The first step on a device is the first to compile kernels: most often it is that."""
+    hint = "set engine.cuda_graphs = false; the log has the details"
+    if isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error):
+        hint = "Triton needs a C compiler (gcc, or the one that CC names) and Python's headers"
+    reason = str(error).partition("\n")[0]
+    return LoradError("engine.failed", f"the decode steps cannot be captured: {reason}", hint=hint)
 
 
 def decoder_bytes(decoder: Decoder) -> int:
@@ -265,33 +304,6 @@ def decoder_bytes(decoder: Decoder) -> int:
     for part in (decoder.embed_tokens, *decoder.layers, decoder.final_norm, decoder.lm_head):
         look(part)
     return sum(found.values())
-
-
-def choose_device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise LoradError(
-            "config.invalid",
-            "--device cuda was asked for, but torch sees no CUDA device",
-            hint="check nvidia-smi and that torch is a CUDA build, or use --device cpu",
-        )
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
-
-
-def choose_dtype(wanted: str, config: ModelConfig) -> torch.dtype:
-    name = config.dtype if wanted == "auto" else wanted
-    if name not in DTYPES:
-        raise LoradError(
-            "model.unsupported",
-            f"the checkpoint's dtype is {name}",
-            hint="serve it with --dtype bfloat16",
-        )
-    return DTYPES[name]
-
-
-def free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
@@ -356,7 +368,7 @@ def _slab_budget(
 ) -> int:
     """Bytes for the slab: what `loractl plan` prints, unless others fill the card already."""
     if device.type != "cuda":
-        return free_host_bytes() // 4
+        return available_host_bytes() // 4
     scratch = scratch_bytes(
         shape,
         options.max_num_batched_tokens,

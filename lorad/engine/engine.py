@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lorad.adapter_ref import AdapterRef
 from lorad.adapters.loader import LoadResult
 from lorad.engine.adapter_tiers import AdapterTiers
+from lorad.engine.device_fault import device_fault
 from lorad.engine.load_turn import LoadTurn
 from lorad.engine.messages import (
     AbortRequest,
@@ -117,7 +118,10 @@ class Engine:
                 self._outputs.append(message)
 
     def step(self) -> bool:
-        """Run one batch, and whatever adapter commands can end now. False when there was none."""
+        """Run one batch, and whatever adapter commands can end now. False when there was none.
+
+        Raises `engine.device_fault` when there is no use in another.
+        """
         self._adapters.begin_step()
         self._keep_only_wanted()
         self._progress_commands()
@@ -129,6 +133,7 @@ class Engine:
         try:
             sampled = self._runner.run(batch)
         except Exception as error:
+            self._check_device(error)
             # The running requests cannot be trusted any more; those that wait can.
             log.exception("an engine step failed")
             failed = LoradError("engine.failed", f"the engine failed in a step: {error}")
@@ -139,6 +144,11 @@ class Engine:
         self._generated_tokens += sum(output.token_id is not None for output in outputs)
         self._record(batch, started, time.perf_counter() - clock)
         return True
+
+    def _check_device(self, error: Exception) -> None:
+        """After an error: raise `engine.device_fault` if the device is not what it was."""
+        if (fault := device_fault(error, self._slab.data.device)) is not None:
+            raise fault from error
 
     def take_outputs(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
@@ -277,6 +287,7 @@ class Engine:
         try:
             recorded = self._runner.probe(resident.factors, command.token_ids)
         except Exception as error:
+            self._check_device(error)
             log.exception("a probe of %s failed", command.adapter)
             failed = LoradError("engine.failed", f"the engine failed in a probe: {error}")
             return CommandFailed(command.command_id, failed)

@@ -1,8 +1,8 @@
 """Copies adapters from host memory into the slab without holding up the steps.
 
-On CUDA: from pinned memory, on a stream of its own, layer by layer, ordered after the work that
-last read those pages and before what reads them: a prefill may start when the first layer is
-there, and each layer of it waits, on the device, for its own. On a CPU a copy is a copy.
+On CUDA: from page-locked memory (`pinned_arena.py`), on a stream of its own, layer by layer, after
+the work that last read those pages and before what reads them: a prefill may start when the first
+layer is there, and each layer of it waits, on the device, for its own. On a CPU a copy is a copy.
 """
 
 from __future__ import annotations
@@ -46,15 +46,19 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # The device may read a source that nobody else needs any more: an adapter may leave before
+        # it is there. Its memory is another's only after that.
+        self._unfinished: list[Upload] = []
 
     def start(self, target: Tensor, source: Tensor, layout: AdapterLayout) -> Upload:
         """Copy a packed adapter into a part of the slab; both 1-D, one dtype and length.
 
-        On CUDA `source` should be pinned: from pageable memory the copy waits for the host.
+        On CUDA `source` should be page-locked: from other memory the copy waits for the host.
         """
         if self._stream is None:
             target.copy_(source)
             return Upload(source)
+        self._unfinished = [upload for upload in self._unfinished if not upload.done]
         # Kernels of earlier steps may still read what lay in these pages.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         events = []
@@ -63,7 +67,8 @@ class Uploader:
                 target[start:end].copy_(source[start:end], non_blocking=True)
                 events.append(torch.cuda.Event())
                 events[-1].record(self._stream)
-        return Upload(source, events)
+        self._unfinished.append(Upload(source, events))
+        return self._unfinished[-1]
 
     def join(self) -> None:
         """Order all copies before whatever the device is given next: for who moves pages."""
@@ -79,8 +84,3 @@ def layer_ends(layout: AdapterLayout, elements: int) -> list[int]:
         starts = [part.a_offset for projection in layer for part in projection if part.rank]
         following = min(starts, default=following)
     return ends[::-1]
-
-
-def pinned(weights: Tensor, device: torch.device) -> Tensor:
-    """The tensor in memory that the device can read by itself, where that matters."""
-    return weights.pin_memory() if device.type == "cuda" else weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from lorad.errors import LoradError
 from lorad.model.config import ModelConfig
 from lorad.model.decoder import Decoder, DecoderLayer
 from lorad.model.layers import FusedLinear, RotaryEmbedding, slice_starts
+from lorad.sizing.host_memory import available_host_bytes
 from lorad.sizing.model_shape import ModelShape, Projection
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -120,12 +120,8 @@ def load_decoder(
     rotary = RotaryEmbedding(config, max_positions, dtype, device)
     decoder = Decoder(config, embed, tuple(layers), final_norm, lm_head, rotary)
     prepare(device, dtype)
-    decoder.tune(_free_host_bytes() // 8)
+    decoder.tune(available_host_bytes() // 8)
     return decoder
-
-
-def _free_host_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class _LayerReader:

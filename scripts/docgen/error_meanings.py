@@ -102,7 +102,12 @@ CODES = {
     "adapter.load_failed": "The version could not be brought into memory.",
     "store.digest_mismatch": "The stored files are not those that were pushed; never served.",
     "store.unavailable": "The state directory or its database cannot be used.",
-    "engine.failed": "The engine failed in a step, or has ended.",
+    "engine.failed": "The engine failed in a step or at the start, or has ended, and the daemon "
+    "with it.",
+    "engine.device_fault": "The device has failed, which only a new process gets over: the daemon "
+    "ends with this.",
+    "engine.hung": "A step has not ended within `engine.step_timeout`; `/health` says so, and the "
+    "watchdog is told no more.",
     "engine.nonfinite_logits": "The model computed NaN or infinity for this request alone.",
     "daemon.error": "A fault of the daemon's own.",
     "daemon.version_mismatch": "The daemon speaks another version of the admin API.",
