@@ -1,7 +1,8 @@
 """`make bench`: output tokens a second of lorad over HTTP, and of PEFT on the same prompts.
 
-Both run on SmolLM2-135M-Instruct in bfloat16 with the same threads, one after the other in one
-run, between two readings of the machine's speed: figures of different runs do not compare.
+Both run on SmolLM2-135M-Instruct, or a model of random_model.py, in bfloat16 with the same threads,
+one after the other in one run, between two readings of the machine's speed: figures of different
+runs do not compare.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any
 import torch
 from demo_model import ensure_demo_model
 from openai import AsyncOpenAI
+from random_model import SHAPES, ensure_random_model
 from rich.console import Console
 from rich.table import Table
 
-MODEL = "SmolLM2-135M-Instruct"
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANKS = [8, 16, 32, 64, 8, 16, 32, 64]
 CASES = {"base only": 0, "one adapter": 1, "eight adapters": 8}
@@ -193,7 +194,7 @@ def _best(work: Callable[[], Any], rounds: int = 8) -> float:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
-    model = ensure_demo_model()
+    model = ensure_random_model(arguments.random) if arguments.random else ensure_demo_model()
     directory = Path(tempfile.mkdtemp(prefix="lorad-bench-"))
     try:
         NOTES.print("making eight random adapters")
@@ -209,7 +210,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "schema": "lorad/bench/v1",
             "date": date.today().isoformat(),
             "machine": f"{platform.machine()}, {arguments.threads} threads",
-            "model": f"{MODEL}, bfloat16",
+            "model": f"{model.name}, bfloat16",
             "adapters": {"ranks": RANKS, "targets": LINEARS},
             "prompt_tokens": arguments.prompt_tokens,
             "new_tokens": arguments.new_tokens,
@@ -227,7 +228,8 @@ def _all_cases(
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     rows = []
-    for case, adapters in CASES.items():
+    for case in arguments.cases:
+        adapters = CASES[case]
         for concurrency in arguments.concurrency:
             length, seed = arguments.prompt_tokens, 100 * adapters + concurrency
             # Warm with other prompts: adapters resident, kernels chosen, nothing in the cache.
@@ -241,6 +243,7 @@ def _all_cases(
 
 def show(report: dict[str, Any], console: Console) -> None:
     levels = sorted({row["concurrency"] for row in report["rows"]})
+    cases = list(dict.fromkeys(row["case"] for row in report["rows"]))
     table = Table(title=f"output tokens/s, {report['model']}, {report['machine']}")
     table.add_column("system")
     table.add_column("case")
@@ -248,10 +251,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_column(f"c={level}", justify="right")
     found = {(r["system"], r["case"], r["concurrency"]): r["tokens_per_s"] for r in report["rows"]}
     for system in dict.fromkeys(row["system"] for row in report["rows"]):
-        for case in CASES:
+        for case in cases:
             cells = [f"{found[system, case, level]:.1f}" for level in levels]
             table.add_row(system, case, *cells)
-    for case in CASES:
+    for case in cases:
         systems = list(dict.fromkeys(row["system"] for row in report["rows"]))
         cells = [
             f"{found[systems[0], case, level] / found[systems[1], case, level]:.2f}x"
@@ -266,6 +269,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--random", choices=SHAPES, help="a model of random_model.py")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
