@@ -51,7 +51,7 @@ def compiled(monkeypatch) -> set[tuple[str, str]]:
 def test_serving_launches_what_the_start_has_compiled(
     family, tiny_model, random_adapter, tmp_path, sync_engine, compiled
 ):
-    """Steps of one row and of 16, ranks 1 to 48, prompts short and long, contexts of two splits."""
+    """Steps of one row and of 16, ranks 1 to 48, short and long prompts, two splits; probes."""
     model = tiny_model(family)
     targets = {1: LINEARS, 3: ("q_proj", "down_proj"), 16: LINEARS, 48: ("v_proj", "gate_proj")}
     adapters = {
@@ -68,6 +68,10 @@ def test_serving_launches_what_the_start_has_compiled(
     rows = [([i + 5] * (i * 20 + 1), [None, *adapters][i % 5]) for i in range(17)]
     engine.generate(rows, max_tokens=20)
     engine.generate([([9] * (16 * 16 + 9), "r16")], max_tokens=4)
+    runner, tiers = engine.built.engine._runner, engine.built.engine._adapters
+    resident = [tiers.get(engine.ref(name).digest) for name in adapters]
+    for adapter in resident:
+        runner.probe(adapter.factors, range(5, 24))
     assert compiled == at_start
 
 
