@@ -5,17 +5,20 @@ What only a GPU can show, that a recorded graph repeats these calls, is in gpu_c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lorad_kernels import captures, cpu_linear
 
 from lorad.engine import build
-from lorad.engine.decode_graphs import KEPT_ON_CPU, DecodeGraphs, as_it_is
+from lorad.engine.decode_graphs import KEPT_ON_CPU, Capture, CudaCapture, DecodeGraphs, as_it_is
 from lorad.engine.eager_steps import EagerSteps
 from lorad.engine.step_inputs import StepInputs
 from lorad.errors import LoradError
@@ -110,14 +113,16 @@ def test_sampling_reads_the_captured_logits(tiny_model, sync_engine, monkeypatch
     assert sync_engine(tiny_model("llama"), max_num_seqs=3).generate(rows, **options) == want
 
 
-def graphs_of(model: Path, rows: int, scratch_page: bool = True) -> tuple[DecodeGraphs, Slab]:
+def graphs_of(
+    model: Path, rows: int, scratch_page: bool = True, capture: Capture = as_it_is
+) -> tuple[DecodeGraphs, Slab]:
     config = ModelConfig.from_config(read_config(model))
     device = torch.device("cpu")
     decoder = load_decoder(model, config, dtype=torch.float32, device=device, max_positions=64)
     slab = Slab.allocate(config.shape, PAGES, 16, torch.float32, device, scratch_page=scratch_page)
     slab.data[: PAGES * slab.page_elements].fill_(torch.nan)
     graphs = DecodeGraphs(
-        decoder, slab, max_num_seqs=rows, max_model_len=64, max_lora_rank=8, capture=as_it_is
+        decoder, slab, max_num_seqs=rows, max_model_len=64, max_lora_rank=8, capture=capture
     )
     return graphs, slab
 
@@ -150,6 +155,87 @@ def test_padding_writes_to_the_page_of_nobody(tiny_model):
     assert written == [0, 3, 4, 5, 11, slab.scratch_page] == [0, 3, 4, 5, 11, PAGES]
     # One token of a page, in every layer's K and V.
     assert int(pages[3].isfinite().sum()) * 16 == slab.page_elements
+
+
+def run_at_capture(run, into):
+    """As CUDA's capture does: the step is run once, over what is in the buffers by then."""
+    run()
+    return as_it_is(run, into)
+
+
+def test_a_capture_on_demand_runs_over_padding(tiny_model):
+    """The pages of the last step may be an adapter's when another size is first needed."""
+    graphs, slab = graphs_of(tiny_model("llama"), 8, capture=run_at_capture)
+    want, _ = graphs_of(tiny_model("llama"), 8)
+    pages = slab.data.view(PAGES + 1, -1)
+    for tokens, used in (([5, 6, 7, 8, 9], [3, 0, 11, 4, 5]), ([5], [7]), ([9, 4], [8, 9])):
+        pages[:PAGES].fill_(torch.nan)
+        step = decode(tokens, used)
+        assert graphs.serves(step)
+        assert not pages[:PAGES].isfinite().any()
+        for got, expected in zip(graphs.run(step), want.run(step), strict=True):
+            assert torch.equal(got, expected)
+        assert pages.isfinite().any(1).nonzero().flatten().tolist() == [*sorted(used), PAGES]
+
+
+def test_a_capture_on_demand_adds_no_delta(tiny_model, sync_engine, adapters, monkeypatch):
+    """Engines whose captures run the step give the answers of those whose captures do not."""
+    names = [None, *adapters]
+    rows = [(list(range(5, 6 + i % 19)), names[i * 5 % 13]) for i in range(9)]
+    answers = []
+    for capture in (as_it_is, run_at_capture):
+        monkeypatch.setattr(build, "_capture", lambda *_, capture=capture: capture)
+        monkeypatch.setattr(DecodeGraphs, "capture_all", lambda self: None)
+        engine = sync_engine(tiny_model("llama"), adapters, max_num_seqs=9, max_model_len=64)
+        for i, (prompt, adapter) in enumerate(rows):
+            engine.add(str(i), prompt, adapter, max_tokens=3 + i)
+        outputs = engine.run()
+        answers.append({key: [o.token_id for o in tokens] for key, tokens in outputs.items()})
+    assert answers[0] == answers[1]
+
+
+class FakeStream:
+    """Counts the streams that are made, and knows which is current."""
+
+    made = 0
+    current = None
+
+    def __init__(self, device: object = None) -> None:
+        FakeStream.made += 1
+
+    def wait_stream(self, other: FakeStream) -> None: ...
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        before, FakeStream.current = FakeStream.current, self
+        yield
+        FakeStream.current = before
+
+
+def test_all_captures_are_on_one_stream(monkeypatch):
+    """For each stream that it is used on, cuBLAS keeps a workspace."""
+    monkeypatch.setattr(FakeStream, "made", 0)
+    cuda = {
+        "Stream": FakeStream,
+        "current_stream": lambda device: Mock(),
+        "stream": FakeStream.entered,
+        "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": object,
+        "graph": lambda graph, pool, stream, capture_error_mode: stream.entered(),
+    }
+    for name, double in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    capture, streams = CudaCapture(torch.device("cuda")), []
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        streams.append(FakeStream.current)
+        return torch.zeros(1), torch.zeros(1)
+
+    for _ in range(3):
+        capture(step, step())
+    assert FakeStream.made == 1
+    used = [stream for stream in streams if stream is not None]
+    assert len(used) == 6 and len(set(map(id, used))) == 1
 
 
 def test_what_nan_a_row_reads_is_its_own(tiny_model):

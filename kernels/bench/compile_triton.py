@@ -26,6 +26,9 @@ from triton.compiler import ASTSource
 
 CAPABILITIES = (80, 90, 100)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# As at run time: these sizes and strides of real models divide by 16. What varies between steps
+# is not specialised, neither here nor there (`do_not_specialize` of the kernels).
+DIVISIBLE = ("width", "x_stride", "y_stride", "dim")
 BEGIN, END = "<!-- triton variants: begin -->", "<!-- triton variants: end -->"
 
 
@@ -208,8 +211,7 @@ def compile_variant(variant: Variant, capability: int) -> Usage:
             signature[name] = "constexpr"
         else:
             signature[name] = "fp32" if name in variant.floats else "i32"
-        # As at run time: pointers, and the sizes and strides of real models, divide by 16.
-        if name in variant.pointers or name in ("width", "x_stride", "y_stride", "dim"):
+        if name in variant.pointers or name in DIVISIBLE:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(variant.kernel, signature, dict(variant.constants), attributes)
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from lorad.sizing.model_shape import ModelShape
 
 RANKS = (8, 16, 32, 64)
 COUNTS = (0, 1, 8, 64)
+IDLE_POLL = 0.02  # seconds, as the daemon's engine thread waits while a copy runs
 
 
 def capture_on(device: torch.device) -> Capture:
@@ -187,7 +189,7 @@ def _engine(work: _Work, capture: Capture | None) -> BuiltEngine:
 
 def _time_mode(report: Report, work: _Work, mode: str, built: BuiltEngine) -> list[list[int]]:
     answers: list[list[int]] = []
-    base = 0.0
+    base, compiled = 0.0, compiled_kernels()
     for count in work.counts:
         refs: list[AdapterRef | None] = [work.fleet.ref(i) for i in range(count)] or [None]
         _ask(built, refs, work.prompt, 1, f"load {count}")
@@ -209,9 +211,17 @@ def _time_mode(report: Report, work: _Work, mode: str, built: BuiltEngine) -> li
             "of_base": round(base / seconds, 3),
             "gigabytes_a_second": round(work.bytes_read(count) / seconds / 1e9, 1),
         }
-        report.steps.append(row)
-        print(row, flush=True)
+        report.step(row)
+    late = compiled_kernels() - compiled
+    report.check(late == 0, f"{work.name}, {mode}: {late} kernels were compiled while serving")
     return answers
+
+
+def compiled_kernels() -> int:
+    """Variants of Triton's kernels that this process has compiled; none under the interpreter."""
+    modules = [m for name, m in sys.modules.items() if name.startswith("lorad_kernels.triton_")]
+    kernels = {k for m in modules for k in vars(m).values() if hasattr(k, "device_caches")}
+    return sum(len(cache[0]) for k in kernels for cache in k.device_caches.values())
 
 
 def _ask(
@@ -242,7 +252,7 @@ def _progress(built: BuiltEngine) -> bool:
     engine = built.engine
     worked = engine.step()
     try:
-        message = built.inbox.get(timeout=10 if engine.waits and not worked else 0)
+        message = built.inbox.get(timeout=IDLE_POLL if engine.waits and not worked else 0)
     except queue.Empty:
         return worked or engine.waits
     if message is not None:

@@ -5,11 +5,15 @@
 1. Every op against float64, over dtypes, ranks, odd widths and batch shapes, with NaN around the
    factors and in the outputs' memory, on inputs drawn anew; and bit for bit against itself in
    other batches.
-2. A small decoder against the reference ops, and captured decode steps against eager ones.
+2. A small decoder: decodes and prefills with adapters against the reference ops; steps with an
+   adapter that arrives, or has moved, against steps with all in its place; captured decode steps
+   against eager ones; the probe of a promotion against the factors.
 3. The whole engine on random weights of a Llama-1B and a Llama-8B shape: a decode step with 0, 1,
    8 and 64 adapters, with graphs and without.
 
-What does not fit into `--limit` seconds is left out, and the report says so. `--device cpu --tiny`
+The report is written after each section, with its seconds; a section that raises has failed, and
+the next ones go on unless the device is lost. What does not fit into `--limit` seconds is left out,
+and the report says so. `--device cpu --tiny`
 runs the same code on small shapes; with TRITON_INTERPRET=1 set and
 `--triton`, through the Triton kernels.
 """
@@ -17,30 +21,23 @@ runs the same code on small shapes; with TRITON_INTERPRET=1 set and
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from decode_step import DecodeStep, random_decoder
+from attention_checks import check_attention, check_prefill_attention, check_prefill_memory
+from decode_step import random_decoder
+from draw_checks import check_drawing
 from engine_run import check_graphs, time_engine
 from fused_checks import check_fused
-from lorad_kernels import (
-    AttentionBatch,
-    LoraFactors,
-    add_lora,
-    auto,
-    group_rows,
-    paged_attention,
-    reference,
-)
-from prefill_checks import check_prefill
-from report import UNIT, Report, only
+from lorad_kernels import LoraFactors, add_lora, auto, group_rows
+from report import UNIT, Report
+from step_checks import check_decoder, check_memory, check_prefills, check_probe
 from torch import Tensor
 
 from lorad.model.config import ModelConfig
+from lorad.model.decoder import Decoder
 
 MODELS = {
     "1b": (2048, 16, 32, 8, 64, 8192, 128256),
@@ -115,78 +112,6 @@ def _check_lora_case(
         report.check(torch.equal(alone[0], got[last]), f"{what}: other bits in a batch")
 
 
-def check_attention(
-    report: Report, device: torch.device, dtypes: list[torch.dtype], tiny: bool
-) -> None:
-    heads = [(6, 2, 32)] if tiny else [(32, 8, 128), (9, 3, 64), (28, 4, 128), (5, 5, 80)]
-    contexts = [1, 17, 300] if tiny else [1, 16, 257, 1000, 4095]
-    for dtype in dtypes:
-        for count, kv_heads, dim in heads:
-            for window in (None, 100):
-                for softcap in (None, 20.0):
-                    what = f"attention {dtype} {count}/{kv_heads}x{dim} {window} {softcap}"
-                    shape = (count, kv_heads, dim)
-                    _check_attention_case(
-                        report, what, device, dtype, shape, contexts, window, softcap
-                    )
-
-
-def _check_attention_case(
-    report: Report,
-    what: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    contexts: list[int],
-    window: int | None,
-    softcap: float | None,
-) -> None:
-    heads, kv_heads, dim = shape
-    blocks = [-(-context // 16) for context in contexts]
-    order = torch.randperm(sum(blocks)).tolist()
-    slab = torch.randn(len(order), 2, 2, 16, kv_heads, dim, device=device).to(dtype)
-    tables, used = [], 0
-    for context, count in zip(contexts, blocks, strict=True):
-        own = order[used : used + count]
-        used += count
-        tables.append(own + own[:1] * (max(blocks) - count))
-        if context % 16:
-            slab[own[-1], :, :, context % 16 :] = torch.nan
-    k_cache, v_cache = slab[:, 1, 0], slab[:, 1, 1]
-    q = torch.randn(len(contexts), heads, dim, device=device).to(dtype)
-    zeros = torch.zeros(len(contexts), dtype=torch.int64, device=device)
-
-    def run(first: int) -> Tensor:
-        batch = AttentionBatch(
-            query_starts=tuple(range(len(contexts) - first + 1)),
-            context_lens=tuple(contexts[first:]),
-            num_decodes=len(contexts) - first,
-            block_tables=torch.tensor(tables[first:], device=device),
-            context_lens_device=torch.tensor(contexts[first:], device=device),
-            kv_pages=zeros,
-            kv_offsets=zeros,
-        )
-        return paged_attention(
-            q[first:], k_cache, v_cache, batch, scale=0.1, sliding_window=window, softcap=softcap
-        )
-
-    got = run(0)
-    for i, context in enumerate(contexts):
-        begin = max(0, context - window) if window else 0
-        k, v = (
-            cache[torch.tensor(tables[i], device=device)].flatten(0, 1)[begin:context].double()
-            for cache in (k_cache, v_cache)
-        )
-        grouped = q[i].double().view(kv_heads, heads // kv_heads, dim)
-        scores = 0.1 * torch.einsum("hgd,khd->hgk", grouped, k)
-        if softcap:
-            scores = softcap * (scores / softcap).tanh()
-        want = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v).reshape(heads, dim)
-        error = (got[i].double() - want).abs().max().item()
-        report.check(error <= 4 * UNIT[dtype], f"{what} context {context}: error {error:.2g}")
-    report.check(torch.equal(run(len(contexts) - 1)[0], got[-1]), f"{what}: other bits in a batch")
-
-
 def model_config(name: str) -> ModelConfig:
     hidden, layers, heads, kv_heads, head_dim, mid, vocab = MODELS[name]
     return ModelConfig.from_config(
@@ -206,16 +131,41 @@ def model_config(name: str) -> ModelConfig:
     )
 
 
-def check_decoder(report: Report, device: torch.device) -> None:
-    """A small decoder in float32: the device's ops against the reference, adapters mixed."""
-    decoder = random_decoder(model_config("tiny"), torch.float32, device, 64)
-    step = DecodeStep.prepare(decoder, 48, 6, [1, 8, 3])
-    batch = step.batch(6, 3)
-    ours = decoder.forward(batch, step.kv)
-    with only(reference):
-        want = decoder.forward(batch, step.kv)
-    error = ((ours - want).abs().max() / want.abs().max()).item()
-    report.check(error < 1e-4, f"decoder against reference ops: error {error:.2g}")
+def _check(report: Report, device: torch.device, dtypes: list[torch.dtype], tiny: bool) -> None:
+    for name, check in (
+        ("LoRA", check_lora),
+        ("decode attention", check_attention),
+        ("prefill attention", check_prefill_attention),
+        ("what lies between", check_fused),
+    ):
+        report.section(name, partial(check, report, device, dtypes, tiny))
+
+    def decoder(dtype: torch.dtype) -> Decoder:
+        return random_decoder(model_config("tiny"), dtype, device, 512)
+
+    for name, check_steps in (
+        ("decoder", check_decoder),
+        ("prefills with adapters", check_prefills),
+        ("arriving and moving", check_memory),
+        ("captured steps", check_graphs),
+    ):
+        report.section(name, lambda check=check_steps: check(report, decoder(torch.float32)))
+    report.section("drawing", partial(check_drawing, report, device))
+    if device.type == "cuda":
+        report.section("memory of a prefill", partial(check_prefill_memory, report, device))
+    for dtype in dtypes:
+        report.section(f"probe, {dtype}", lambda dtype=dtype: check_probe(report, decoder(dtype)))
+
+
+def _time(
+    report: Report,
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> None:
+    decoder = random_decoder(model_config(model), dtype, device, 1024)
+    time_engine(report, model, decoder, options.batch, options.steps)
 
 
 def main() -> int:
@@ -236,29 +186,18 @@ def main() -> int:
         auto._for_type = lambda _: gpu
     device = torch.device(options.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    report = Report(name, options.limit)
+    report = Report(name, options.limit, options.report, options.json)
     dtypes = [torch.float32, torch.float16]
     if not options.triton:  # the interpreter multiplies bfloat16 wrongly
         dtypes.append(torch.bfloat16)
     with torch.inference_mode():
-        check_lora(report, device, dtypes, options.tiny)
-        check_attention(report, device, dtypes, options.tiny)
-        check_prefill(report, device, dtypes, options.tiny)
-        check_fused(report, device, dtypes, options.tiny)
-        check_decoder(report, device)
-        check_graphs(report, random_decoder(model_config("tiny"), torch.float32, device, 512))
+        _check(report, device, dtypes, options.tiny)
         for model in ["tiny"] if options.tiny else options.models:
             dtype = torch.float32 if options.triton else torch.bfloat16
-            if report.has_time(_SECONDS[model], f"the engine on {model}"):
-                decoder = random_decoder(model_config(model), dtype, device, 1024)
-                time_engine(report, model, decoder, options.batch, options.steps)
-    report.seconds = time.perf_counter() - report.started
-    text = report.markdown()
-    print(text)
-    if options.report:
-        options.report.write_text(text)
-    if options.json:
-        options.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+            time_model = partial(_time, report, model, dtype, device, options)
+            report.section(f"the engine on {model}", time_model, _SECONDS[model])
+    report.write()
+    print(report.markdown())
     return 1 if report.failures else 0
 
 

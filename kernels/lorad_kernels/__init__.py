@@ -1,6 +1,13 @@
 """The operations lorad adds to a decoder: LoRA deltas for mixed batches, and paged attention."""
 
-from lorad_kernels.auto import captures, finish, forward_pass, prepare, record
+from lorad_kernels.auto import (
+    captures,
+    compiled_at_launch,
+    finish,
+    forward_pass,
+    prepare,
+    record,
+)
 from lorad_kernels.factors import (
     FIELDS,
     AdapterFactors,
@@ -43,6 +50,7 @@ __all__ = [
     "alignment",
     "base_linear",
     "captures",
+    "compiled_at_launch",
     "draw_tokens",
     "empty_block",
     "finish",

@@ -139,13 +139,21 @@ def prepare(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what a device needs for a serving dtype, so that no step waits for it.
 
     On the CPU this takes about ten seconds the first time on a machine; the result is kept
-    beside the package, or in the user's cache where that cannot be written. Triton's kernels
-    are compiled when first launched.
+    beside the package, or in the user's cache where that cannot be written. Where kernels are
+    `compiled_at_launch` there is nothing to do here.
     """
     if device.type == "cpu":
         from lorad_kernels import cpu
 
         cpu.compile_kernels(dtype)
+
+
+def compiled_at_launch(device: torch.device) -> bool:
+    """Whether kernels are compiled when first launched: a step should, before anybody waits.
+
+    Triton's are, once for each dtype, layout and shape of projections, and for nothing else.
+    """
+    return device.type == "cuda"
 
 
 def captures(device: torch.device, head_dim: int) -> bool:

@@ -26,13 +26,17 @@ LEAST_GROUP = 16  # rows of the least tensor-core tile
 WIDEST_HEAD = 256
 STAGES = 2
 
+# As in triton_lora: these vary from step to step, and are not to be compiled for.
+DECODE_VARIES = ("table_stride", "splits")
+COMBINE_VARIES = ("splits",)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _split_length(context, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.cdiv(tl.cdiv(context, SPLIT), MAX_SPLITS) * SPLIT
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=DECODE_VARIES)  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
     q,
     keys,
@@ -126,7 +130,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(limits + place * 2 + 1, weight, mask=in_group)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=COMBINE_VARIES)  # type: ignore[untyped-decorator]
 def combine_kernel(  # type: ignore[no-untyped-def]
     partial,
     limits,

@@ -46,8 +46,13 @@ SGMV = Tiles(rows=64, width=64, ranks=16, columns=64, warps=4, shrink_stages=3)
 # ptxas before 13.3 miscompiles a cast beside a pipelined wgmma, so expand is not pipelined.
 EXPAND_STAGES = 1
 
+# Triton compiles a kernel anew for an integer that is 1, and for one that divides by 16. These
+# vary from step to step, so they are left as they come: nothing is compiled while a step waits.
+SHRINK_VARIES = ("num_rows", "max_rank", "rank_blocks")
+EXPAND_VARIES = ("num_rows", "max_rank", "pieces")
 
-@triton.jit  # type: ignore[untyped-decorator]
+
+@triton.jit(do_not_specialize=SHRINK_VARIES)  # type: ignore[untyped-decorator]
 def shrink_kernel(  # type: ignore[no-untyped-def]
     x,
     slab,
@@ -140,7 +145,7 @@ def _expanded(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=EXPAND_VARIES)  # type: ignore[untyped-decorator]
 def expand_kernel(  # type: ignore[no-untyped-def]
     y,
     slab,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
-from lorad_kernels import captures
+from lorad_kernels import captures, compiled_at_launch
 from torch import Tensor
 
 from lorad.adapter_ref import AdapterRef
@@ -229,6 +229,10 @@ def _engine(
     )
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
     runner = ModelRunner(decoder, slab, tiers, graphs)
+    if compiled_at_launch(decoder.device):
+        started = time.monotonic()
+        runner.warm_up(max_model_len)
+        log.info("first launch of all kernels: %.1f s", time.monotonic() - started)
     return Engine(
         scheduler,
         runner,

@@ -2,9 +2,9 @@
 
 A CUDA graph repeats the launches it has recorded, with the same grids and addresses. So there is
 one for every batch size of `graph_rows`, without LoRA and with it, over buffers that are filled
-before each replay; the kernels read contexts, segments and ranks from those, and programs that
-have nothing to do leave at once. Steps with prefill rows, or more rows than were captured, are
-not served.
+before each replay (with padding before the capture, which runs the step once); the kernels read
+contexts, segments and ranks from those, and programs that have nothing to do leave at once. Steps
+with prefill rows, or more rows than were captured, are not served.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from lorad.sizing.graph_memory import graph_rows
 Outputs = tuple[Tensor, Tensor]
 Run = Callable[[], Outputs]
 # Takes what a step does, and where its outputs are to be copied if they would not last; returns
-# what does it again. None if the step cannot be captured.
+# what does it again. None if the step cannot be captured. It may run the step, over padding.
 Capture = Callable[[Run, Outputs], Run | None]
+
+# Padding alone.
+_NOTHING = StepInputs([], [], [], [], [0], [], [], [], None, [])
 
 # On a CPU each captured step keeps its activations: some MiB at most.
 KEPT_ON_CPU = 8
@@ -62,17 +65,23 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # cuBLAS takes a workspace for each stream it is used on (32 MiB on sm_90) and keeps it, so
+        # all captures are on one. The graphs share that workspace, as they do the pool: no two
+        # are ever replayed at once.
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, run: Run, into: Outputs) -> Run:
-        # Once outside: Triton compiles, and cuBLAS takes its workspace, at the first call.
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        # Once outside: what Triton compiles, and cuBLAS allocates, at a first call is not for a
+        # graph to record.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may allocate pinned memory in the meantime.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             _copied(run(), into)
 
         def again() -> Outputs:
@@ -113,7 +122,6 @@ class DecodeGraphs:
         self._buffers = DecodeBuffers(shape, slab, rows, max_model_len, max_lora_rank)
         self._logits = torch.zeros(rows, shape.vocab_size, dtype=decoder.dtype, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._filled = (0, 0, False)  # rows that are real, rows with padding, any adapter
         self._capture = capture
         self._replays: OrderedDict[tuple[int, bool], Run | None] = OrderedDict()
 
@@ -121,7 +129,6 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Now, rather than when a size is first needed."""
         for size in reversed(self._sizes):
-            self._fill_nothing(size)
             for lora in (True, False):
                 self._captured(size, lora)
 
@@ -143,23 +150,14 @@ class DecodeGraphs:
 
     def run(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """As EagerSteps.run, of a step that is served; valid until the next one."""
-        for upload in step.arriving:
-            upload.order_after(-1)
-        self.fill(step)
-        return self.replay()
-
-    def fill(self, step: StepInputs) -> None:
-        """Write a step that is served into the buffers."""
+        count, lora = len(step.token_ids), step.segments is not None
         size = self._padded(step)
-        self._buffers.fill(step, size)
-        self._filled = (len(step.token_ids), size, step.segments is not None)
-
-    def replay(self) -> tuple[Tensor, Tensor]:
-        """Logits `[n, vocab]` and `greedy_tokens` `[n]` of what was filled in."""
-        count, size, lora = self._filled
-        run = self._captured(size, lora)
+        run = self._captured(size, lora)  # before the step is filled in, as it fills in padding
         if run is None:
             raise RuntimeError("a step that is not served")
+        for upload in step.arriving:
+            upload.order_after(-1)
+        self._buffers.fill(step, size)
         logits, tokens = run()
         return logits[:count], tokens[:count]
 
@@ -168,6 +166,9 @@ class DecodeGraphs:
 
     def _captured(self, size: int, lora: bool) -> Run | None:
         if (size, lora) not in self._replays:
+            # A capture may run the step, and what was filled in last may name pages that are
+            # an adapter's by now.
+            self._buffers.fill(_NOTHING, size)
             into = (self._logits[:size], self._tokens[:size])
             self._replays[size, lora] = self._capture(self._step(size, lora), into)
             self._forget_oldest()
@@ -187,8 +188,3 @@ class DecodeGraphs:
             return logits, greedy_tokens(logits)
 
         return run
-
-    def _fill_nothing(self, size: int) -> None:
-        """Padding alone, for the runs that capture."""
-        nothing = StepInputs([], [], [], [], [0], [], [], [], None, [])
-        self._buffers.fill(nothing, size)

@@ -14,6 +14,7 @@ from lorad.engine.probe import RecordedDelta
 from lorad.engine.sampler import Sampled, sample
 from lorad.engine.scheduler import ScheduledBatch
 from lorad.engine.step_inputs import step_inputs
+from lorad.engine.warm_up import warm_up_step
 from lorad.memory.slab import Slab
 from lorad.model.decoder import Decoder
 
@@ -28,11 +29,18 @@ class ModelRunner:
         adapters: AdapterTiers,
         graphs: DecodeGraphs | None = None,
     ) -> None:
+        self._decoder = decoder
         self._block_size = slab.block_size
         self._adapters = adapters
         self._most_rows = long_rows(decoder.device, decoder.dtype)
         self._graphs = graphs
         self._eager = EagerSteps(decoder, slab)
+
+    @torch.inference_mode()
+    def warm_up(self, max_model_len: int) -> None:
+        """Launch every kernel of eager steps once. Writes to pages: before anything lies there."""
+        shape = self._decoder.config.shape
+        self._eager.run(warm_up_step(shape, self._block_size, self._most_rows, max_model_len))
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> list[Sampled]:
