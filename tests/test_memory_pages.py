@@ -411,6 +411,20 @@ def test_what_costs_least_to_get_back_leaves_first():
         assert memory.eviction.counts == {(left, "kv"): 1}
 
 
+def test_cached_blocks_in_a_reserved_window_are_no_room_for_others():
+    """Given up, their pages are the adapter's for which the window is being cleared."""
+    memory = Memory(6)
+    cached(memory, None, [1] * 2 * BLOCK)  # pages 5 and 4
+    memory.pool.reserve(range(1, 6))
+    assert memory.pool.promised_pages == 2
+    assert not memory.eviction.free_for_kv(2)
+    assert not memory.eviction.counts, "evicted for one who gets nothing"
+    assert memory.eviction.free_for_kv(1)
+    memory.pool.cancel_window()
+    assert memory.pool.promised_pages == 0
+    assert memory.eviction.free_for_kv(6)
+
+
 def test_the_blocks_of_an_adapter_that_left_go_before_all_others():
     memory = Memory(8)
     memory.upload(adapter("a", 1, 0.0))

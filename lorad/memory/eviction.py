@@ -167,7 +167,7 @@ class Eviction:
         if room() >= pages:
             return True
         idle = {source.kind: source.idle_pages() for source in self._sources}
-        if self._pool.free_pages + sum(idle.values()) < pages:
+        if self._pool.free_pages + sum(idle.values()) - self._pool.promised_pages < pages:
             return False
         if limit() + idle.get(limited, 0) < pages:
             return False

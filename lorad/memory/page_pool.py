@@ -66,6 +66,11 @@ class PagePool:
         return max(0, min(self.free_pages, below_limit))
 
     @property
+    def promised_pages(self) -> int:
+        """Cached pages in the reserved window: given up, they are that adapter's."""
+        return sum(self._owner[p] == _KV and not self._references[p] for p in self._window)
+
+    @property
     def kv_limit(self) -> int:
         return self._kv_limit
 
