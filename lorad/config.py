@@ -78,7 +78,7 @@ class ModelSection:
 @dataclass(frozen=True)
 class EngineSection:
     max_num_seqs: int = option(64, "Sequences that run at once.", low=1, high=4096)
-    # The GPU's kernels count the partial sums of a step, rows times rank, in 32 bits.
+    # Far more than a step has use for; the GPU's kernels count its partial sums in 32 bits.
     max_num_batched_tokens: int = option(2048, "Tokens computed in one step.", low=16, high=2**17)
     max_queued: int = option(
         1024,

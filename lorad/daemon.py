@@ -394,7 +394,8 @@ def _trouble(engine: AsyncEngine, traffic: Traffic) -> str | None:
         return "the daemon is draining"
     if not engine.accepting:
         return "the daemon is stopping"
-    return None if engine.trouble is None else engine.trouble.message
+    trouble = engine.trouble
+    return None if trouble is None else trouble.message
 
 
 def _ready(

@@ -62,11 +62,13 @@ class Bench:
         sizes: dict[str, int] | None = None,
         max_cpu_loras: int = 64,
         moved_pages: int = 64,
+        adapter_floor: int = 0,
+        adapter_ceiling: int | None = None,
     ) -> None:
         """`moved_pages` are moved in a step at most."""
         self.limits = SchedulerLimits(max_num_seqs, budget, max_loras, max_model_len)
         self.sizes = sizes or {}
-        self.pool = PagePool(pages)
+        self.pool = PagePool(pages, adapter_floor=adapter_floor, adapter_ceiling=adapter_ceiling)
         data = torch.zeros(pages * PAGE_ELEMENTS)
         slab = Slab(data, pages, PAGE_ELEMENTS, BLOCK)
         clock = itertools.count()

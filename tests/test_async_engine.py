@@ -142,7 +142,7 @@ def run(model, adapters, sync_engine, answers) -> Callable[..., None]:
                     await scenario(bench)
             finally:
                 await bench.engine.stop()
-            assert not bench.engine.healthy
+            assert bench.engine.trouble is not None
 
         asyncio.run(main())
 
@@ -327,7 +327,7 @@ def test_a_failed_step_is_told_and_the_next_request_works(run, monkeypatch) -> N
         with pytest.raises(LoradError) as failed:
             await rest(stream)
         assert failed.value.code == "engine.failed"
-        assert bench.engine.healthy
+        assert bench.engine.trouble is None
         assert await bench.tokens(bench.request()) == bench.cold(PROMPTS[0], None)
 
     run(scenario)
@@ -349,7 +349,7 @@ def test_when_the_engine_thread_dies_nobody_waits_for_ever(run, monkeypatch) -> 
         assert got[0].code == "engine.failed"
         assert "a bug in the scheduler" in got[0].message
         assert isinstance(got[1], LoradError) or got[1].freed_device_bytes == 0
-        assert not bench.engine.healthy
+        assert bench.engine.trouble is not None
         for refused in (bench.tokens(bench.request()), bench.engine.load_adapter(bench.ref("a"))):
             with pytest.raises(LoradError) as error:
                 await refused

@@ -55,7 +55,7 @@ def test_auto_does_not_pass_over_a_gpu_that_cannot_be_used(machine, monkeypatch)
     assert "nvidia-modprobe" in refused.value.hint
     assert "--device cpu" in refused.value.hint
     assert choose_device("cpu", root) == CPU
-    for hidden in ("", "-1"):
+    for hidden in ("", "-1", "NoDevFiles", "none"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert choose_device("auto", root) == CPU, "who hides it does not want it"
 

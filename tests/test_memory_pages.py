@@ -425,6 +425,19 @@ def test_cached_blocks_in_a_reserved_window_are_no_room_for_others():
     assert memory.eviction.free_for_kv(6)
 
 
+def test_cached_blocks_in_a_reserved_window_count_towards_the_ceiling_of_adapters():
+    """As pages that are the window's adapter's already: they would be, once given up."""
+    memory = Memory(20, adapter_ceiling=10)
+    assert memory.upload(adapter("used", 2, 0.0)) == "ready"
+    memory.adapters.acquire("used")
+    cached(memory, None, [1] * 15 * BLOCK)
+    memory.pool.reserve(range(2, 8))
+    assert memory.pool.promised_pages == 3
+    assert not memory.eviction.free_for_adapter(3)
+    assert not memory.eviction.counts
+    assert memory.eviction.free_for_adapter(2)
+
+
 def test_the_blocks_of_an_adapter_that_left_go_before_all_others():
     memory = Memory(8)
     memory.upload(adapter("a", 1, 0.0))

@@ -30,9 +30,17 @@ class Traffic(RuleBasedStateMachine):
         loras=st.integers(1, 3),
         cached=st.integers(1, 4),
         moved=st.integers(1, 4),
+        ceiling=st.one_of(st.none(), st.integers(1, 20)),
     )
     def start(
-        self, pages: int, budget: int, seqs: int, loras: int, cached: int, moved: int
+        self,
+        pages: int,
+        budget: int,
+        seqs: int,
+        loras: int,
+        cached: int,
+        moved: int,
+        ceiling: int | None,
     ) -> None:
         self.bench = Bench(
             pages,
@@ -41,6 +49,7 @@ class Traffic(RuleBasedStateMachine):
             max_loras=loras,
             max_cpu_loras=cached,
             moved_pages=moved,
+            adapter_ceiling=ceiling,
             sizes={"b": 2, "wide": 5, "huge": 45},
         )
         self.clock = SimpleNamespace(monotonic=lambda: self.bench.now)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lorad_kernels.ops import AttentionBatch
     from lorad_kernels.segments import LoraSegments
 
-_DRAWN = 16  # rows at a time: sorted weights and their sums take some 30 bytes a token
+_DRAWN = 16  # rows at a time: sorted weights and their sums take some 50 bytes a token
 
 
 def add_lora(
@@ -138,9 +138,10 @@ def draw_tokens(
     uniform: Tensor,
 ) -> Tensor:
     settings = torch.stack([temperature, top_k.double(), top_p, min_p, uniform])
+    settings = settings.to(logits.device)
     truncates = (top_k > 0) | (top_p < 1)
     parts = [
-        _draw(logits[rows], settings[:, rows].to(logits.device), bool(truncates[rows].any()))
+        _draw(logits[rows], settings[:, rows], bool(truncates[rows].any()))
         for rows in (slice(first, first + _DRAWN) for first in range(0, len(logits), _DRAWN))
     ]
     return torch.cat(parts)

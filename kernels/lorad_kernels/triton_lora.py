@@ -258,6 +258,8 @@ def _launch(
     partial = torch.empty(
         pieces, x.shape[0], slices, max_rank, dtype=torch.float32, device=x.device
     )
+    if partial.numel() >= 2**31:  # the kernels count in 32 bits
+        raise ValueError(f"{x.shape[0]} rows of rank {max_rank} are too many for one step")
     factors = table.on(y.device)
     shrink: Any = shrink_kernel[(len(places) * rank_blocks, slices, pieces)]
     shrink(

@@ -137,7 +137,7 @@ def plan(
     ] = 1,
     max_num_batched_tokens: Annotated[
         int,
-        typer.Option(min=1, help="Tokens of one step.", rich_help_panel=_MACHINE),
+        typer.Option(min=1, max=2**17, help="Tokens of one step.", rich_help_panel=_MACHINE),
     ] = 8192,
     fleet: Annotated[
         int | None,

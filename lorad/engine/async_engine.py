@@ -82,15 +82,12 @@ class AsyncEngine:
         """Refuse new requests, let running ones finish for a while, then end the thread."""
         self._accepting = False
         deadline = time.monotonic() + drain_timeout
-        while self._streams and time.monotonic() < deadline:
+        while self._streams and self.trouble is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._end_all(LoradError("daemon.stopping", "the daemon is stopping"))
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, 30)
-
-    @property
-    def healthy(self) -> bool:
-        return self.trouble is None
+        # A thread that hangs does not hear of it, and ends with the process.
+        await asyncio.to_thread(self._thread.join, 30 if self.trouble is None else 1)
 
     @property
     def trouble(self) -> LoradError | None:
@@ -247,7 +244,7 @@ class AsyncEngine:
             self._serve()
         except BaseException as error:  # whatever it was, nobody runs steps any more
             log.exception("the engine thread has failed")
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0] or type(error).__name__
             failure = LoradError("engine.failed", f"the engine thread has ended: {reason}")
             if isinstance(error, LoradError):
                 failure = error

@@ -6,7 +6,8 @@ import logging
 import queue
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
@@ -230,9 +231,10 @@ def _engine(
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
     runner = ModelRunner(decoder, slab, tiers, graphs)
     if compiled_at_launch(decoder.device):
-        started = time.monotonic()
-        runner.warm_up(max_model_len)
-        log.info("first launch of all kernels: %.1f s", time.monotonic() - started)
+        with _first_on_device("the kernels cannot be launched", "lower max_num_batched_tokens"):
+            started = time.monotonic()
+            runner.warm_up(max_model_len)
+            log.info("first launch of all kernels: %.1f s", time.monotonic() - started)
     return Engine(
         scheduler,
         runner,
@@ -260,7 +262,7 @@ def _graphs(
 ) -> DecodeGraphs:
     """Captured decode steps. Raises `memory.no_capacity` and `engine.failed`."""
     started = time.monotonic()
-    try:
+    with _first_on_device("the decode steps cannot be captured", "set engine.cuda_graphs = false"):
         graphs = DecodeGraphs(
             decoder,
             slab,
@@ -273,25 +275,34 @@ def _graphs(
             graphs.capture_all()
             seconds = time.monotonic() - started
             log.info("captured %d decode steps in %.1f s", graphs.count, seconds)
-    except torch.OutOfMemoryError as error:
-        raise LoradError(
-            "memory.no_capacity",
-            f"the decode steps cannot be captured: {error}",
-            hint="lower memory.gpu_memory_utilization, or set engine.cuda_graphs = false",
-        ) from None
-    except Exception as error:
-        log.exception("the decode steps cannot be captured")
-        raise _not_captured(error) from error
     return graphs
 
 
-def _not_captured(error: Exception) -> LoradError:
+@contextmanager
+def _first_on_device(trouble: str, way_out: str) -> Iterator[None]:
+    """Say what is wrong when the first steps on a device fail, and what may help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LoradError(
+            "memory.no_capacity",
+            f"{trouble}: {error}",
+            hint=f"lower memory.gpu_memory_utilization, or {way_out}",
+        ) from None
+    except Exception as error:
+        log.exception("%s", trouble)
+        raise LoradError(
+            "engine.failed",
+            f"{trouble}: {str(error).partition(chr(10))[0]}",
+            hint=_hint_of(error, way_out),
+        ) from error
+
+
+def _hint_of(error: Exception, way_out: str) -> str:
     """The first step on a device is the first to compile kernels: most often it is that."""
-    hint = "set engine.cuda_graphs = false; the log has the details"
     if isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error):
-        hint = "Triton needs a C compiler (gcc, or the one that CC names) and Python's headers"
-    reason = str(error).partition("\n")[0]
-    return LoradError("engine.failed", f"the decode steps cannot be captured: {reason}", hint=hint)
+        return "Triton needs a C compiler (gcc, or the one that CC names) and Python's headers"
+    return f"{way_out}; the log has the details"
 
 
 def decoder_bytes(decoder: Decoder) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from lorad.model.config import ModelConfig
 log = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_NONE_VISIBLE = ("", "-1")  # of CUDA_VISIBLE_DEVICES
+_A_DEVICE = re.compile(r"\d|GPU-|MIG-")  # how an entry of CUDA_VISIBLE_DEVICES begins
 
 
 def choose_device(wanted: str, root: Path = Path("/")) -> torch.device:
@@ -37,7 +38,8 @@ def choose_device(wanted: str, root: Path = Path("/")) -> torch.device:
 
 def _check_no_gpu_is_left_out(root: Path) -> None:
     """A service that comes up before the driver does would run a hundred times slower, silently."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in _NONE_VISIBLE:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not _A_DEVICE.match(visible):  # empty, -1, NoDevFiles, none
         return
     nodes = sorted(node.name for node in (root / "dev").glob("nvidia[0-9]*"))
     if nodes and torch.version.cuda is not None:

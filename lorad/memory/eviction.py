@@ -134,7 +134,9 @@ class Eviction:
             pages,
             reason="adapter",
             room=lambda: pool.adapter_room,
-            limit=lambda: pool.adapter_limit - pool.adapter_pages - pool.reserved_pages,
+            limit=lambda: (
+                pool.adapter_limit - pool.adapter_pages - pool.reserved_pages - pool.promised_pages
+            ),
             limited="adapter",
         )
 

@@ -16,8 +16,14 @@ _LEAST_FAILURES = 3
 _WORST_RATE = 0.1
 _TIMES_LIVE = 2.0
 
-# Said to a request before any version had a part in it.
-_NOT_THE_VERSIONS = ("queue.full", "daemon.stopping", "daemon.draining")
+# Said to a request before any version had a part in it, or to all of them alike.
+_NOT_THE_VERSIONS = (
+    "queue.full",
+    "daemon.stopping",
+    "daemon.draining",
+    "engine.device_fault",
+    "engine.hung",
+)
 
 
 @dataclass

@@ -133,7 +133,8 @@ def scratch_bytes(
     graphs is set aside whether they are used or not, so that a plan need not know.
     """
     arch = _architecture(shape)
-    # Logits of one row per sequence: in the model's dtype, and twice in float32 for sampling.
+    # Logits of one row per sequence: in the model's dtype, and 8 bytes for drawing. That takes more
+    # for a few sequences, but never more rows than 16 at a time: the fixed part has room for those.
     return Scratch(
         activations=max_num_batched_tokens * _live_elements(arch, tp) * itemsize,
         logits=max_num_seqs * arch.vocab_size * (itemsize + 8),
