@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorad_kernels import cpu_draw, draw_tokens, reference
+from lorad_kernels import Draws, cpu_draw, draw_tokens, reference
 from torch import Tensor
 
 IMPLEMENTATIONS = [cpu_draw, reference]
@@ -20,9 +20,9 @@ def _threads() -> None:
     torch.set_num_threads(2)
 
 
-def settings_of(rows: int, uniform: list[float], **params: float) -> tuple[Tensor, ...]:
+def draws_of(rows: int, uniform: list[float], **params: float) -> Draws:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
-    return (
+    return Draws(
         *(
             torch.full((rows,), value, dtype=torch.int64 if name == "top_k" else torch.float64)
             for name, value in values.items()
@@ -92,7 +92,7 @@ PARAMS = [
 def test_a_token_holds_its_place(ours, dtype, width, params) -> None:
     uniform = [0.0, 0.1, 0.5, 0.77, 0.999, 1 - 2**-53]
     rows = (torch.randn(len(uniform), width) * 3).to(dtype)
-    tokens = ours.draw_tokens(rows, *settings_of(len(uniform), uniform, **params))
+    tokens = ours.draw_tokens(rows, draws_of(len(uniform), uniform, **params))
     for row, token, u in zip(rows, tokens.tolist(), uniform, strict=True):
         check(row, token, u, **params)
 
@@ -110,7 +110,7 @@ def test_the_kernel_and_the_reference_agree(seed, temperature, top_k, top_p, min
     row = torch.randn(1, 33, generator=torch.Generator().manual_seed(seed)) * 2
     params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     for ours in IMPLEMENTATIONS:
-        [token] = ours.draw_tokens(row, *settings_of(1, [uniform], **params)).tolist()
+        [token] = ours.draw_tokens(row, draws_of(1, [uniform], **params)).tolist()
         check(row[0], token, uniform, **params)
 
 
@@ -122,7 +122,7 @@ def test_a_flat_distribution_of_many_equals(ours, params) -> None:
     """Nearly all weights stay: there is no floor to cut most of them off with."""
     uniform = [0.0, 0.3, 0.6, 0.9999]
     rows = torch.randint(3, (4, 50_000)).to(torch.bfloat16) * 1e-2
-    tokens = ours.draw_tokens(rows, *settings_of(4, uniform, **params)).tolist()
+    tokens = ours.draw_tokens(rows, draws_of(4, uniform, **params)).tolist()
     for row, token, u in zip(rows, tokens, uniform, strict=True):
         check(row, token, u, **params)
 
@@ -131,9 +131,7 @@ def test_a_flat_distribution_of_many_equals(ours, params) -> None:
 def test_equals_of_the_last_one_kept_are_kept(ours) -> None:
     row = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])
     for params in ({"top_k": 1}, {"top_k": 2}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        drawn = [
-            int(ours.draw_tokens(row, *settings_of(1, [u], **params))) for u in (0, 0.34, 0.99)
-        ]
+        drawn = [int(ours.draw_tokens(row, draws_of(1, [u], **params))) for u in (0, 0.34, 0.99)]
         assert drawn == [1, 2, 4], params
 
 
@@ -141,16 +139,16 @@ def test_equals_of_the_last_one_kept_are_kept(ours) -> None:
 def test_what_has_no_weight_is_never_drawn(ours) -> None:
     row = torch.full((1, 40), -torch.inf)
     row[0, [3, 21]] = torch.tensor([-1.0, -1.0])
-    drawn = {int(ours.draw_tokens(row, *settings_of(1, [u]))) for u in (0.0, 0.3, 0.6, 1 - 2**-53)}
+    drawn = {int(ours.draw_tokens(row, draws_of(1, [u]))) for u in (0.0, 0.3, 0.6, 1 - 2**-53)}
     assert drawn == {3, 21}
 
 
 def test_a_row_does_not_notice_its_neighbours() -> None:
     rows = (torch.randn(9, 1000) * 2).to(torch.bfloat16)
     uniform = torch.rand(9, dtype=torch.float64).tolist()
-    together = draw_tokens(rows, *settings_of(9, uniform, top_p=0.8))
+    together = draw_tokens(rows, draws_of(9, uniform, top_p=0.8))
     alone = [
-        int(draw_tokens(rows[i : i + 1], *settings_of(1, [u], top_p=0.8)))
+        int(draw_tokens(rows[i : i + 1], draws_of(1, [u], top_p=0.8)))
         for i, u in enumerate(uniform)
     ]
     assert together.tolist() == alone
@@ -158,11 +156,11 @@ def test_a_row_does_not_notice_its_neighbours() -> None:
 
 def test_settings_are_one_for_each_row() -> None:
     with pytest.raises(ValueError, match="a setting for each row"):
-        draw_tokens(torch.zeros(2, 5), *settings_of(1, [0.5]))
+        draw_tokens(torch.zeros(2, 5), draws_of(1, [0.5]))
 
 
 def test_dtypes_without_a_kernel_are_drawn_from_too() -> None:
     rows = torch.randn(3, 100).to(torch.float16)
-    tokens = draw_tokens(rows, *settings_of(3, [0.2, 0.5, 0.9]))
+    tokens = draw_tokens(rows, draws_of(3, [0.2, 0.5, 0.9]))
     for row, token, u in zip(rows, tokens.tolist(), [0.2, 0.5, 0.9], strict=True):
         check(row, token, u)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lorad_kernels import draw_tokens
+from lorad_kernels import Draws, draw_tokens
 from torch import Tensor
 
 CASES = {
@@ -41,14 +41,14 @@ class Result:
 
 def _ours(logits: Tensor, temperature: float, top_k: int, top_p: float) -> list[int]:
     rows, double = len(logits), torch.float64
-    tokens: list[int] = draw_tokens(
-        logits,
+    draws = Draws(
         torch.full((rows,), temperature, dtype=double),
         torch.full((rows,), top_k),
         torch.full((rows,), top_p, dtype=double),
         torch.zeros(rows, dtype=double),
         torch.rand(rows, dtype=double),
-    ).tolist()
+    )
+    tokens: list[int] = draw_tokens(logits, draws).tolist()
     return tokens
 
 

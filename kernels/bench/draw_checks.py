@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from lorad_kernels import draw_tokens
+from lorad_kernels import Draws, draw_tokens
 from report import Report
 
 ROWS, VOCABULARY = 64, 20_000
@@ -21,14 +21,14 @@ def check_drawing(report: Report, device: torch.device) -> None:
         (2.0, 200, 0.8, 0.02),
     ]
     for temperature, top_k, top_p, min_p in cases:
-        settings = (
+        draws = Draws(
             torch.full((ROWS,), temperature, dtype=torch.float64),
             torch.full((ROWS,), top_k),
             torch.full((ROWS,), top_p, dtype=torch.float64),
             torch.full((ROWS,), min_p, dtype=torch.float64),
             torch.rand(ROWS, dtype=torch.float64),
         )
-        got = draw_tokens(logits.to(device), *settings).cpu()
-        same = int((got == draw_tokens(logits, *settings)).sum())
+        got = draw_tokens(logits.to(device), draws).cpu()
+        same = int((got == draw_tokens(logits, draws)).sum())
         what = f"drawing at {temperature}, {top_k}, {top_p}, {min_p}"
         report.check(same >= AGREE, f"{what}: {same} of {ROWS} tokens are the CPU's")

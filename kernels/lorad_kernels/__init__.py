@@ -21,6 +21,7 @@ from lorad_kernels.linear import BaseLinear, base_linear, tune_linears
 from lorad_kernels.memory import Arena, empty_block
 from lorad_kernels.ops import (
     AttentionBatch,
+    Draws,
     add_lora,
     add_rms_norm,
     draw_tokens,
@@ -41,6 +42,7 @@ __all__ = [
     "Arena",
     "AttentionBatch",
     "BaseLinear",
+    "Draws",
     "FactorTable",
     "LoraFactors",
     "LoraSegments",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
-    from lorad_kernels.ops import AttentionBatch
+    from lorad_kernels.ops import AttentionBatch, Draws
     from lorad_kernels.segments import LoraSegments
 
 
@@ -67,15 +67,7 @@ class Implementation(Protocol):
 
     def greedy_tokens(self, logits: Tensor) -> Tensor: ...
 
-    def draw_tokens(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        uniform: Tensor,
-    ) -> Tensor: ...
+    def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor: ...
 

@@ -26,7 +26,7 @@ from lorad_kernels.cpu_threads import finish
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
-    from lorad_kernels.ops import AttentionBatch
+    from lorad_kernels.ops import AttentionBatch, Draws
     from lorad_kernels.segments import LoraSegments
 
 
@@ -148,19 +148,11 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return reference.greedy_tokens(logits)
 
 
-def draw_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    settings = (temperature, top_k, top_p, min_p, uniform)
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     if cpu_draw.serves(logits):
-        return cpu_draw.draw_tokens(logits, *settings)
+        return cpu_draw.draw_tokens(logits, draws)
     finish()
-    return reference.draw_tokens(logits, *settings)
+    return reference.draw_tokens(logits, draws)
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

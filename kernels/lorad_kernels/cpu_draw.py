@@ -7,6 +7,8 @@ that certainly lies below the bound are looked at again.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numba
 import numpy as np
 import torch
@@ -16,6 +18,9 @@ from torch import Tensor
 from lorad_kernels.cpu_simd import count_from, exp_and_sum, largest, set_scaled, sum_from
 from lorad_kernels.cpu_threads import ARGUMENTS, FIRST, Kernel
 from lorad_kernels.cpu_work import array_at, float_from, work_items
+
+if TYPE_CHECKING:
+    from lorad_kernels.ops import Draws
 
 _BLOCK = 512  # weights that are summed in float32
 # The vector exponential ends at e^-87; nothing below is ever drawn.
@@ -167,18 +172,12 @@ def serves(logits: Tensor) -> bool:
     return logits.dtype in KERNELS and logits.is_contiguous()
 
 
-def draw_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     rows, width = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     # The exponentials make it dearer than its bytes.
     KERNELS[logits.dtype](
-        rows, 4 * logits.nbytes, logits, width, temperature, top_k, top_p, min_p, uniform, tokens
-    )
+        rows, 4 * logits.nbytes, logits, width,
+        draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform, tokens,
+    )  # fmt: skip
     return tokens

@@ -12,7 +12,7 @@ from lorad_kernels import gpu_prefill, reference, triton_attention, triton_fused
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
-    from lorad_kernels.ops import AttentionBatch
+    from lorad_kernels.ops import AttentionBatch, Draws
     from lorad_kernels.segments import LoraSegments
 
 
@@ -97,15 +97,8 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return reference.no_token_unless_finite(*row_max(logits))
 
 
-def draw_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    return reference.draw_tokens(logits, temperature, top_k, top_p, min_p, uniform)
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+    return reference.draw_tokens(logits, draws)
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -122,28 +122,31 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return implementation(logits.device).greedy_tokens(logits)
 
 
-def draw_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How a token of each row is drawn; all `[S]` on the host, top_k int64, the others float64."""
+
+    temperature: Tensor
+    top_k: Tensor  # 0 = all tokens
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor  # in [0, 1): the number that decides
+
+
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     """One token for each row of `logits [S, vocab]`, by the inverse of its distribution: `[S]`.
 
-    A token's weight is `exp((logit - max) / temperature)`. Kept are the `top_k` largest (0 = all),
-    of these as many of the largest as hold `top_p` of their sum, and of these what is at least
-    `min_p` times the largest; whatever equals the last one kept is kept too. The token is the
-    first where the kept weights up to it hold more than `uniform`, in [0, 1), of their sum. So a
-    row's token depends on nothing beside it.
+    A token's weight is `exp((logit - max) / temperature)`. Kept are the `top_k` largest, of these
+    as many of the largest as hold `top_p` of their sum, and of these what is at least `min_p` times
+    the largest; whatever equals the last one kept is kept too. The token is the first where the
+    kept weights up to it hold more than `uniform` of their sum. So a row's token depends on nothing
+    beside it.
 
-    The settings are `[S]` on the host, top_k int64, the others float64. Logits may be -inf, not
-    NaN or +inf. Tokens stay on the device.
+    Logits may be -inf, not NaN or +inf. Tokens stay on the device.
     """
-    settings = (temperature, top_k, top_p, min_p, uniform)
+    settings = (draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.uniform)
     _check(all(each.shape == logits.shape[:1] for each in settings), "a setting for each row")
-    return implementation(logits.device).draw_tokens(logits, *settings)
+    return implementation(logits.device).draw_tokens(logits, draws)
 
 
 def take_rows(x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable, LoraFactors
-    from lorad_kernels.ops import AttentionBatch
+    from lorad_kernels.ops import AttentionBatch, Draws
     from lorad_kernels.segments import LoraSegments
 
 _DRAWN = 16  # rows at a time: sorted weights and their sums take some 50 bytes a token
@@ -129,17 +129,11 @@ def no_token_unless_finite(best: Tensor, tokens: Tensor) -> Tensor:
     return tokens.masked_fill(~best.isfinite(), -1)
 
 
-def draw_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    uniform: Tensor,
-) -> Tensor:
-    settings = torch.stack([temperature, top_k.double(), top_p, min_p, uniform])
-    settings = settings.to(logits.device)
-    truncates = (top_k > 0) | (top_p < 1)
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+    settings = torch.stack(
+        [draws.temperature, draws.top_k.double(), draws.top_p, draws.min_p, draws.uniform]
+    ).to(logits.device)
+    truncates = (draws.top_k > 0) | (draws.top_p < 1)
     parts = [
         _draw(logits[rows], settings[:, rows], bool(truncates[rows].any()))
         for rows in (slice(first, first + _DRAWN) for first in range(0, len(logits), _DRAWN))

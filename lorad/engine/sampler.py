@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lorad_kernels import draw_tokens, greedy_tokens, take_rows
+from lorad_kernels import Draws, draw_tokens, greedy_tokens, take_rows
 from torch import Tensor
 
 from lorad.engine.messages import TokenLogprob
@@ -63,14 +63,14 @@ def _choose(logits: Tensor, rows: list[int], sequences: list[Sequence]) -> dict[
 def _draw(logits: Tensor, rows: list[int], sequences: list[Sequence]) -> dict[int, int]:
     """One draw for each row of logits, which are those of the sequences `rows`."""
     params = [sequences[i].request.sampling for i in rows]
-    tokens = draw_tokens(
-        logits,
+    draws = Draws(
         torch.tensor([max(each.temperature, _GREEDY_BELOW) for each in params], dtype=_F64),
         torch.tensor([each.top_k for each in params], dtype=torch.int64),
         torch.tensor([each.top_p for each in params], dtype=_F64),
         torch.tensor([each.min_p for each in params], dtype=_F64),
         torch.cat([torch.rand(1, generator=sequences[i].generator, dtype=_F64) for i in rows]),
     )
+    tokens = draw_tokens(logits, draws)
     return dict(zip(rows, tokens.tolist(), strict=True))
 
 
