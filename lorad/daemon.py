@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+_LOOK_EVERY = 1.0  # seconds, for a step that hangs
 # Seconds that no honest step takes: on CUDA the first ones compile kernels, and on a slow CPU a
 # prefill of a large model takes minutes.
 _STEP_TIMEOUTS = {"cuda": 120.0, "cpu": 1200.0}
@@ -199,14 +200,19 @@ async def _until(stop: asyncio.Event, engine: AsyncEngine) -> LoradError | None:
 
 
 async def _watchdog(engine: AsyncEngine) -> None:
-    """Tell systemd that the event loop and the engine's thread get on, if it wants to know."""
+    """Log when a step hangs and when it ends; tell systemd, if it wants to know, that none does."""
     interval = systemd.watchdog_seconds()
-    while interval is not None:
-        if (trouble := engine.trouble) is None:
+    hangs = False
+    while True:
+        trouble = engine.trouble
+        if trouble is not None and not hangs:
+            log.error("%s; systemd's watchdog, if there is one, hears no more", trouble.message)
+        if trouble is None and hangs:
+            log.warning("the step that seemed to hang has ended")
+        hangs = trouble is not None
+        if interval is not None and not hangs:
             systemd.notify("WATCHDOG=1")
-        else:
-            log.error("the watchdog is told no more: %s", trouble.message)
-        await asyncio.sleep(interval)
+        await asyncio.sleep(min(interval or _LOOK_EVERY, _LOOK_EVERY))
 
 
 # --- parts --------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ ERROR_CODES: dict[str, ErrorClass] = {
     "store.unavailable": ErrorClass.INTERNAL,
     "engine.failed": ErrorClass.INTERNAL,
     "engine.device_fault": ErrorClass.INTERNAL,
-    "engine.hung": ErrorClass.INTERNAL,
+    "engine.hung": ErrorClass.UNREACHABLE,
     "engine.nonfinite_logits": ErrorClass.INTERNAL,
     "daemon.error": ErrorClass.INTERNAL,
     "daemon.version_mismatch": ErrorClass.INTERNAL,

@@ -190,7 +190,7 @@ def test_a_step_that_hangs_is_told_and_one_that_ends_after_all_too(faulty):
         eventually(lambda: daemon.health().status_code == 503)
         assert "has been in one step for" in daemon.health().json()["reason"]
         refused = daemon.complete()
-        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "engine.hung")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine.hung")
         before = len(daemon.watchdog)
         time.sleep(0.5)
         assert len(daemon.watchdog) == before
