@@ -102,8 +102,8 @@ class AsyncEngine:
             return None
         return LoradError(
             "engine.hung",
-            f"the engine has been in one step for {seconds:.1f} s, where {self._step_timeout:g} are "
-            "allowed",
+            f"the engine has been in one step for {seconds:.1f} s, of {self._step_timeout:g} that "
+            "it may take",
             hint="a kernel that hangs ends with the process; raise engine.step_timeout if this "
             "machine is that slow",
         )
