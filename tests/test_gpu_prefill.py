@@ -57,8 +57,9 @@ class Case:
 
     def run(self, window: int | None) -> Tensor:
         out = torch.full_like(self.q, torch.nan)
-        gpu_prefill.prefill_all(
-            self.q, self.k_cache, self.v_cache, self.batch, out, self.q.shape[2] ** -0.5, window
+        scale, attend = self.q.shape[2] ** -0.5, gpu_prefill.attention(self.q)
+        torch_paths.prefill_all(
+            self.q, self.k_cache, self.v_cache, self.batch, out, scale, window, attend
         )
         assert out[:DECODES].isnan().all()
         return out[DECODES:]

@@ -13,9 +13,8 @@
 
 The report is written after each section, with its seconds; a section that raises has failed, and
 the next ones go on unless the device is lost. What does not fit into `--limit` seconds is left out,
-and the report says so. `--device cpu --tiny`
-runs the same code on small shapes; with TRITON_INTERPRET=1 set and
-`--triton`, through the Triton kernels.
+and the report says so. `--device cpu --tiny` runs the same code on small shapes; with
+TRITON_INTERPRET=1 set and `--triton`, through the Triton kernels.
 """
 
 from __future__ import annotations

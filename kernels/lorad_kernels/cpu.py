@@ -40,7 +40,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
         *cpu_fused.KERNELS.get(dtype, ()),
         *cpu_attention.kernels(dtype),
         *cpu_draw.kernels(dtype),
-        *(each[dtype] for each in (cpu_linear.KERNELS,) if dtype in each),
+        *cpu_linear.kernels(dtype),
     ]
     for kernel in kernels:
         kernel.compile()

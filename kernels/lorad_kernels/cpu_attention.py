@@ -140,8 +140,10 @@ def serves(q: Tensor, k_cache: Tensor) -> bool:
 
 def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
     """What to compile for a serving dtype."""
+    if dtype not in KERNELS:
+        return ()
     on_tiles = dtype is torch.bfloat16 and available()
-    return (*((ON_TILES,) if on_tiles else ()), *((KERNELS[dtype],) if dtype in KERNELS else ()))
+    return (KERNELS[dtype], ON_TILES) if on_tiles else (KERNELS[dtype],)
 
 
 def _fits_tiles(q: Tensor, k_cache: Tensor) -> bool:

@@ -105,26 +105,22 @@ def _least_kept(weights, width, total, top_k, top_p, min_p, some):  # type: igno
 def _at(weights, width, least, uniform):  # type: ignore[no-untyped-def]
     """The first weight where what is kept so far holds more than a share `uniform` of it all."""
     target = uniform * _mass_from(weights, width, least)
-    before, found = 0.0, 0
+    before = 0.0
     for block in range(0, width, _BLOCK):
         count = min(_BLOCK, width - block)
         inside = sum_from(weights, block, count, least)
-        if inside == 0.0:
-            continue
-        is_here = before + inside > target
-        within = before
-        for i in range(block, block + count if is_here else block):
-            if weights[i] >= least:
-                within, found = within + weights[i], i
-                if within > target:
-                    break
-        if is_here:
+        if before + inside > target:
+            found = block
+            for i in range(block, block + count):
+                if weights[i] >= least:
+                    before, found = before + weights[i], i
+                    if before > target:
+                        break
             return found
         before += inside
-    # Sums that were rounded differently: the last one kept.
-    for i in range(width):
-        if weights[i] >= least:
-            found = i
+    found = width - 1  # sums that were rounded differently: the last one kept
+    while weights[found] < least:
+        found -= 1
     return found
 
 
@@ -164,7 +160,7 @@ KERNELS = {torch.bfloat16: Kernel(_draw_bfloat16), torch.float32: Kernel(_draw_f
 
 def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
     """What to compile for a serving dtype; penalties make float32 of a row."""
-    return (*KERNELS.values(),) if dtype in KERNELS else ()
+    return tuple(KERNELS.values()) if dtype in KERNELS else ()
 
 
 def serves(logits: Tensor) -> bool:

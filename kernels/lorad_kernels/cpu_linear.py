@@ -72,6 +72,11 @@ def _linear_float32(arguments):  # type: ignore[no-untyped-def]
 KERNELS = {torch.bfloat16: Kernel(_linear_bfloat16), torch.float32: Kernel(_linear_float32)}
 
 
+def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """What to compile for a serving dtype."""
+    return (KERNELS[dtype],) if dtype in KERNELS else ()
+
+
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[T, in]` times weight `[out, in]` transposed, plus bias: `[T, out]`.
 

@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 
 _RANKS = 16  # rows of A that are computed together
 _COLUMNS = 128  # columns of y
-_AHEAD = 4096
+_AHEAD = 4096  # elements between what is read and what is fetched
 _ITEMS = 4  # work items for each thread
 _COLUMN_COST = 8  # of a column of y, whatever its rank, in elements of B
 
 
 @numba.njit
-def _extent(rank, rows, width, of_columns):  # type: ignore[no-untyped-def]
+def _extent(chunks, c, table, table_slices, starts, s, of_columns):  # type: ignore[no-untyped-def]
     """How many rows of A, or columns of y, a chunk has in a slice, and what each costs."""
-    strips = 1 + (rows + 3) // 4  # the first one waits for memory
+    rank = table[(chunks[3 * c + 2] * table_slices + s) * 4]
+    strips = 1 + (chunks[3 * c + 1] - chunks[3 * c] + 3) // 4  # the first one waits for memory
     if rank == 0:
         return 0, strips
     if of_columns:
-        return width, (rank + _COLUMN_COST) * strips
+        return starts[s + 1] - starts[s], (rank + _COLUMN_COST) * strips
     return rank, strips
 
 
@@ -56,9 +57,7 @@ def _blocks(arguments, chunks, table, starts, of_columns):  # type: ignore[no-un
     total = 0
     for c in range(count):
         for s in range(slices):
-            rank = table[(chunks[3 * c + 2] * table_slices + s) * 4]
-            width = starts[s + 1] - starts[s]
-            length, cost = _extent(rank, chunks[3 * c + 1] - chunks[3 * c], width, of_columns)
+            length, cost = _extent(chunks, c, table, table_slices, starts, s, of_columns)
             total += length * cost
     for item in work_items(arguments):
         low = total * item // arguments[COUNT]
@@ -68,9 +67,7 @@ def _blocks(arguments, chunks, table, starts, of_columns):  # type: ignore[no-un
             if place >= high:
                 break
             for s in range(slices):
-                rank = table[(chunks[3 * c + 2] * table_slices + s) * 4]
-                width = starts[s + 1] - starts[s]
-                length, cost = _extent(rank, chunks[3 * c + 1] - chunks[3 * c], width, of_columns)
+                length, cost = _extent(chunks, c, table, table_slices, starts, s, of_columns)
                 end = place + length * cost
                 if low < end:
                     # The first block that begins in this share; the last may end behind it.

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lorad_kernels import gpu_prefill, reference, triton_attention, triton_fused, triton_lora
+from lorad_kernels import (
+    gpu_prefill,
+    reference,
+    torch_paths,
+    triton_attention,
+    triton_fused,
+    triton_lora,
+)
 
 if TYPE_CHECKING:
     from lorad_kernels.factors import FactorTable
@@ -54,7 +61,9 @@ def paged_attention(
             sliding_window=sliding_window,
             softcap=softcap,
         )
-    gpu_prefill.prefill_all(q, k_cache, v_cache, batch, out, scale, sliding_window)
+    torch_paths.prefill_all(
+        q, k_cache, v_cache, batch, out, scale, sliding_window, gpu_prefill.attention(q)
+    )
     return out
 
 

@@ -9,7 +9,6 @@ needs no mask: rows at the end of a context, grouped heads and windows are its o
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lorad_kernels.reference import visible
-from lorad_kernels.torch_paths import gather
-
-if TYPE_CHECKING:
-    from lorad_kernels.ops import AttentionBatch
+from lorad_kernels.torch_paths import Attend, first_visible
 
 # Rows that share one mask in `masked`: it is as large as they and their context.
 MASKED_ROWS = 256
@@ -29,26 +25,9 @@ _FLASH_SINCE = (8, 0)  # compute capability
 _FLASH_WIDEST_HEAD = 256
 
 
-def prefill_all(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: AttentionBatch,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-) -> None:
-    """`ops.paged_attention` for the sequences behind the decodes, one after the other."""
-    attend = flash if takes_flash(_capability(q.device), q.dtype, q.shape[2]) else masked
-    block = k_cache.shape[1]
-    for i in range(batch.num_decodes, len(batch.context_lens)):
-        rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        context = batch.context_lens[i]
-        first = _first_visible(rows.stop - rows.start, context, window)
-        pages = batch.block_tables[i, first // block : -(-context // block)]
-        seen = slice(first % block, first % block + context - first)
-        k, v = gather(k_cache, v_cache, pages)
-        out[rows] = attend(q[rows], k[seen], v[seen], scale, window)
+def attention(q: Tensor) -> Attend:
+    """What computes the prefills of queries like these, `[T, heads, head_dim]`."""
+    return flash if takes_flash(_capability(q.device), q.dtype, q.shape[2]) else masked
 
 
 def takes_flash(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int) -> bool:
@@ -61,11 +40,6 @@ def takes_flash(capability: tuple[int, int] | None, dtype: torch.dtype, head_dim
 @cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-
-def _first_visible(rows: int, context: int, window: int | None) -> int:
-    """The first position of a context that one of its last `rows` rows may look at."""
-    return max(0, context - rows - window + 1) if window else 0
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -95,7 +69,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
     for start in range(0, q.shape[0], MASKED_ROWS):
         rows = q[start : start + MASKED_ROWS]
         stop = start + len(rows)
-        keys = slice(_first_visible(len(rows), before + stop, window), before + stop)
+        keys = slice(first_visible(len(rows), before + stop, window), before + stop)
         mask = visible(len(rows), keys.stop - keys.start, window, q.device)
         out[start:stop] = _attention(rows, k[keys], v[keys], mask, scale)
     return out

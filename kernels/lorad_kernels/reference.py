@@ -142,6 +142,7 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw(logits: Tensor, settings: Tensor, truncates: bool) -> Tensor:
+    """`[S]` int64 of logits `[S, vocab]`; settings: `[5, S]` float64, the fields of `Draws`."""
     temperature, top_k, top_p, min_p, uniform = settings[:, :, None]
     scores = logits.float()
     scores = (scores - scores.amax(-1, keepdim=True)) / temperature.float()

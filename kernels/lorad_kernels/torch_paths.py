@@ -1,8 +1,8 @@
-"""What the CPU leaves to torch: long segments and prefill attention."""
+"""What the CPU leaves to torch, long segments and prefill attention; the walk over prefills."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 # torch's causal attention turns NaN into zeros when there are fewer keys than lanes in a vector
 # (16 with AVX-512), and the request that computed it would get an answer instead of an error.
 _CAUSAL_FROM = 64
+
+# Attention of rows `[n, heads, dim]` at the end of K and V `[keys, kv_heads, dim]`, of which each
+# row sees those up to its own; then scale and window.
+Attend = Callable[[Tensor, Tensor, Tensor, float, int | None], Tensor]
 
 
 def add_segment(
@@ -49,6 +53,22 @@ def gather(k_cache: Tensor, v_cache: Tensor, pages: Tensor) -> tuple[Tensor, Ten
     return k_cache[pages].flatten(-4, -3), v_cache[pages].flatten(-4, -3)
 
 
+def prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """`Attend`, by the kernel that torch chooses."""
+    context = k.shape[0]
+    whole = q.shape[0] == context and window is None and context >= _CAUSAL_FROM
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=None if whole else visible(q.shape[0], context, window, q.device),
+        is_causal=whole,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
 def prefill_all(
     q: Tensor,
     k_cache: Tensor,
@@ -57,27 +77,23 @@ def prefill_all(
     out: Tensor,
     scale: float,
     window: int | None,
+    attend: Attend = prefill,
 ) -> None:
-    """`ops.paged_attention` for the sequences behind the decodes, one after the other."""
+    """`ops.paged_attention` for the sequences behind the decodes, one after the other.
+
+    K and V are gathered from the pages that a window can see.
+    """
+    block = k_cache.shape[1]
     for i in range(batch.num_decodes, len(batch.context_lens)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-        blocks = -(-batch.context_lens[i] // k_cache.shape[1])
-        k, v = gather(k_cache, v_cache, batch.block_tables[i, :blocks])
-        out[rows] = prefill(q[rows], k, v, batch.context_lens[i], scale, window)
+        context = batch.context_lens[i]
+        first = first_visible(rows.stop - rows.start, context, window)
+        pages = batch.block_tables[i, first // block : -(-context // block)]
+        seen = slice(first % block, first % block + context - first)
+        k, v = gather(k_cache, v_cache, pages)
+        out[rows] = attend(q[rows], k[seen], v[seen], scale, window)
 
 
-def prefill(
-    q: Tensor, k: Tensor, v: Tensor, context: int, scale: float, window: int | None
-) -> Tensor:
-    """Rows `[n, heads, dim]` at the end of a context of K and V `[>= context, kv_heads, dim]`."""
-    whole = q.shape[0] == context and window is None and context >= _CAUSAL_FROM
-    out = scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[:context].transpose(0, 1)[None],
-        v[:context].transpose(0, 1)[None],
-        attn_mask=None if whole else visible(q.shape[0], context, window, q.device),
-        is_causal=whole,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out[0].transpose(0, 1)
+def first_visible(rows: int, context: int, window: int | None) -> int:
+    """The first position of a context that one of its last `rows` rows may look at."""
+    return max(0, context - rows - window + 1) if window else 0

@@ -231,7 +231,7 @@ def _engine(
     scheduler = Scheduler(limits, kv_cache, tiers, eos_token_ids)
     runner = ModelRunner(decoder, slab, tiers, graphs)
     if compiled_at_launch(decoder.device):
-        with _first_on_device("the kernels cannot be launched", "lower max_num_batched_tokens"):
+        with _first_on_device("the kernels cannot be launched", "serve with --device cpu"):
             started = time.monotonic()
             runner.warm_up(max_model_len)
             log.info("first launch of all kernels: %.1f s", time.monotonic() - started)

@@ -40,38 +40,35 @@ def sample(
 
 def _choose(logits: Tensor, rows: list[int], sequences: list[Sequence]) -> dict[int, int]:
     """Tokens of the rows for which the likeliest is not the answer already."""
-    plain = [i for i in rows if not _is_greedy(sequences[i]) and not _changes(sequences[i])]
     changed = [i for i in rows if _changes(sequences[i])]
-    chosen: dict[int, int] = {}
-    if plain:
-        whole = len(plain) == len(logits)
-        some = logits if whole else take_rows(logits, _index(plain, logits))
-        chosen |= _draw(some, plain, sequences)
+    chosen = _draw(logits, {i: i for i in rows if not _changes(sequences[i])}, sequences)
     if changed:
         scores = take_rows(logits, _index(changed, logits), torch.float32)
         for row, i in enumerate(changed):
             _change(scores[row], sequences[i])
         # A penalty below 1 can make infinity of a large one.
         scores.clamp_(max=_LARGEST)
-        chosen |= _draw(scores, changed, sequences)
-        if any(_is_greedy(sequences[i]) for i in changed):
-            best = zip(changed, scores.argmax(-1).tolist(), strict=True)
-            chosen |= {i: token for i, token in best if _is_greedy(sequences[i])}
+        chosen |= dict(zip(changed, greedy_tokens(scores).tolist(), strict=True))
+        chosen |= _draw(scores, {i: row for row, i in enumerate(changed)}, sequences)
     return chosen
 
 
-def _draw(logits: Tensor, rows: list[int], sequences: list[Sequence]) -> dict[int, int]:
-    """One draw for each row of logits, which are those of the sequences `rows`."""
-    params = [sequences[i].request.sampling for i in rows]
+def _draw(logits: Tensor, rows: dict[int, int], sequences: list[Sequence]) -> dict[int, int]:
+    """A draw for each sequence that is not greedy; `rows` are those of sequences in logits."""
+    drawn = [i for i in rows if not _is_greedy(sequences[i])]
+    if not drawn:
+        return {}
+    if len(drawn) < len(logits):
+        logits = take_rows(logits, _index([rows[i] for i in drawn], logits))
+    params = [sequences[i].request.sampling for i in drawn]
     draws = Draws(
-        torch.tensor([max(each.temperature, _GREEDY_BELOW) for each in params], dtype=_F64),
+        torch.tensor([each.temperature for each in params], dtype=_F64),
         torch.tensor([each.top_k for each in params], dtype=torch.int64),
         torch.tensor([each.top_p for each in params], dtype=_F64),
         torch.tensor([each.min_p for each in params], dtype=_F64),
-        torch.cat([torch.rand(1, generator=sequences[i].generator, dtype=_F64) for i in rows]),
+        torch.cat([torch.rand(1, generator=sequences[i].generator, dtype=_F64) for i in drawn]),
     )
-    tokens = draw_tokens(logits, draws)
-    return dict(zip(rows, tokens.tolist(), strict=True))
+    return dict(zip(drawn, draw_tokens(logits, draws).tolist(), strict=True))
 
 
 def _index(rows: list[int], like: Tensor) -> Tensor:
